@@ -1,0 +1,74 @@
+"""Run a notebook alone in an empty folder and compare its outputs with the stored ones.
+
+Like a reader's who opened this one file: nothing else of the repository is there.
+What a library writes to stderr is not compared: warnings differ between machines.
+
+Usage: python tools/check_notebook.py chapters/01_multi_head_attention.ipynb
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+SANITIZE = Path(__file__).resolve().with_name("nbval_sanitize.cfg")
+TIMEOUT = 300  # seconds a cell
+
+
+class Quiet:
+    """A pytest plugin: leave stderr out of nbval's comparison."""
+
+    def pytest_collection_modifyitems(self, items) -> None:
+        """nbval keeps what it does not compare in its file collector."""
+        for notebook in {item.parent for item in items}:
+            notebook.skip_compare += ("stderr",)
+
+
+def summary(path: Path) -> str:
+    """How many cells with an output are compared, and how many are not."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    ignored = [
+        "nbval-ignore-output" in cell["metadata"].get("tags", [])
+        for cell in code
+        if cell["outputs"]
+    ]
+    return (
+        f"{len(code)} cells run, {ignored.count(False)} outputs compared, "
+        f"{ignored.count(True)} ignored"
+    )
+
+
+def check(path: Path, timeout: float = TIMEOUT) -> int:
+    """nbval's verdict on the notebook: 0 if every cell gives its stored output."""
+    os.environ.pop("MPLBACKEND", None)  # the kernel's inline figures
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(path, folder)
+        options = ["--nbval", "--nbval-current-env", f"--nbval-cell-timeout={timeout}"]
+        options += [f"--nbval-sanitize-with={SANITIZE}", "--color=no", "-q"]
+        options += ["--no-header", "-pno:cacheprovider", f"-c{os.devnull}"]
+        options += [f"--rootdir={folder}", str(Path(folder) / path.name)]
+        return int(pytest.main(options, plugins=[Quiet()]))
+
+
+def main(arguments: list[str]) -> int:
+    """Check one notebook; the last line says what was compared and how long it took."""
+    if len(arguments) != 1:
+        sys.exit((__doc__ or "").splitlines()[-1])
+    path, start = Path(arguments[0]), time.perf_counter()
+    status = check(path)
+    seconds = time.perf_counter() - start
+    print(f"{path.stem}: {summary(path)}, {seconds:.0f} s")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
