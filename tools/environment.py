@@ -1,6 +1,6 @@
 """Make the virtual environment in .venv, or bring it up to date with the locks.
 
-Written for any Python 3, so that one that is too old can say so.
+Nothing here is newer than Python 3.6, so that a Python that is too old can say so.
 
 Usage: python tools/environment.py book|test
 """
@@ -25,19 +25,19 @@ def fail(message):
 
 def check_python():
     """Refuse a Python that cannot run the package or make an environment."""
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036
         here = ".".join(map(str, sys.version_info[:3]))
         fail(
-            "Python 3.11 or newer is needed, {} is {}; "
-            "name another: make PYTHON=/path/to/python".format(sys.executable, here)
+            f"Python 3.11 or newer is needed, {sys.executable} is {here}; "
+            "name another: make PYTHON=/path/to/python"
         )
     try:
         import ensurepip
         import venv
     except ImportError as missing:
         fail(
-            "Python's {} module is missing; on Debian and Ubuntu: "
-            "apt-get install python3-venv".format(missing.name)
+            f"Python's {missing.name} module is missing; on Debian and Ubuntu: "
+            "apt-get install python3-venv"
         )
     return ensurepip, venv
 
@@ -83,11 +83,7 @@ def install(arguments):
     pip = [str(PYTHON), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     status = subprocess.call([*pip, *arguments])
     if status:
-        fail(
-            "pip could not install {} (exit status {}): its reason stands above".format(
-                what, status
-            )
-        )
+        fail(f"pip could not install {what} (status {status}): its reason stands above")
 
 
 def ensure(wanted):
@@ -104,7 +100,7 @@ def ensure(wanted):
                 command = [sys.executable, "-m", "venv", "--clear", str(VENV)]
                 if subprocess.call(command):
                     fail("python -m venv .venv failed: its reason stands above")
-            print("Installing what the {} needs".format(name), flush=True)
+            print(f"Installing what the {name} needs", flush=True)
             for arguments in calls:
                 install(arguments)
             stamp.write_text(now, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Write the package from the notebooks, and say what the exporter would lose in silence.
+"""Write the package from the notebooks; refuse what the exporter would lose.
 
 Usage: python tools/export.py
 """

@@ -1,0 +1,164 @@
+"""Run every check in stages and say where the time went.
+
+All stages run, also after one has failed; the exit status is 1 if any did.
+
+Usage: python tools/test_stages.py [environment] [unit] [notebooks] [book] [browser]
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = str(ROOT / ".venv" / "bin" / "python")
+WHEEL = ROOT / "build" / "wheel-site"  # the installed wheel, alone
+FORMATTED = ("tools", "tests", "site", "benchmarks", "chapters")
+
+
+def run(*command: str, **environment: str) -> bool:
+    """Run a command in the repository and say whether it succeeded."""
+    print("$", " ".join(command).replace(PYTHON, "python"), flush=True)
+    return not subprocess.call(command, cwd=ROOT, env={**os.environ, **environment})
+
+
+def environment() -> bool:
+    """The virtual environment holds what the locks name."""
+    return run(sys.executable, "tools/environment.py", "test")
+
+
+def unit() -> bool:
+    """Lint, and the tests of the package and of the repository."""
+    folders = [name for name in FORMATTED if (ROOT / name).is_dir()]
+    pytest = (PYTHON, "-m", "pytest", "tests", "--ignore=tests/browser")
+    steps = [
+        run(PYTHON, "-m", "ruff", "check", "."),
+        run(PYTHON, "-m", "ruff", "format", "--check", *folders),
+        run(*pytest, "-n2", "--dist=worksteal", "--durations=10"),
+    ]
+    return all(steps)
+
+
+def install_wheel() -> bool:
+    """Build the wheel from a clean copy and unpack it where nothing else lies."""
+    shutil.rmtree(WHEEL, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as folder:
+        clean, wheels = Path(folder) / "source", Path(folder) / "wheels"
+        skip = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "transformer", clean / "transformer", ignore=skip)
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, clean)
+        pip, alone = (PYTHON, "-m", "pip"), ("-q", "--no-deps")
+        made = ("--no-build-isolation", "--wheel-dir", str(wheels), str(clean))
+        if not run(*pip, "wheel", *alone, *made):
+            return False
+        wheel = next(wheels.glob("*.whl"))
+        return run(*pip, "install", *alone, "--target", str(WHEEL), str(wheel))
+
+
+def kernel_environment() -> dict[str, str]:
+    """What a notebook runs with: the wheel, one thread, and each probe once."""
+    variables = {"PYTHONPATH": str(WHEEL), "OMP_NUM_THREADS": "1", "RECORDED": "probe"}
+    return {**os.environ, **variables}
+
+
+def imports_wheel() -> bool:
+    """Whether a notebook would get the wheel's package, not the repository's."""
+    code = "import transformer; print(transformer.__file__)"
+    with tempfile.TemporaryDirectory() as folder:
+        where = subprocess.run(
+            [PYTHON, "-c", code],
+            cwd=folder,
+            env=kernel_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+        ).stdout.strip()
+    print("notebooks import", where, flush=True)
+    return bool(where) and WHEEL in Path(where).parents
+
+
+def check_notebook(path: Path) -> bool:
+    """One notebook through nbval; its whole report if it fails, one line if not."""
+    done = subprocess.run(
+        [PYTHON, str(ROOT / "tools" / "check_notebook.py"), str(path)],
+        env=kernel_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+    lines = done.stdout.strip().splitlines()
+    print(done.stdout if done.returncode else lines[-1], flush=True)
+    return not done.returncode
+
+
+def notebooks() -> bool:
+    """Every notebook gives its stored outputs, alone with the wheel, two at a time."""
+    if not (install_wheel() and imports_wheel()):
+        return False
+    paths = sorted((ROOT / "chapters").glob("*.ipynb"), key=lambda p: -p.stat().st_size)
+    with ThreadPoolExecutor(2) as two:
+        return all(list(two.map(check_notebook, paths)))
+
+
+def book() -> bool:
+    """The site builds without a warning."""
+    return run(PYTHON, "site/build.py")
+
+
+def browser() -> bool:
+    """The pages work in a real browser, from localhost alone."""
+    return run(PYTHON, "-m", "pytest", "tests/browser")
+
+
+STAGES: dict[Callable[[], bool], int] = {  # and the seconds that each may take
+    environment: 240,
+    unit: 480,
+    notebooks: 720,
+    book: 150,
+    browser: 150,
+}
+
+
+def table(rows: list[tuple[str, str, float, int]]) -> str:
+    """Where the time went."""
+    lines = [f"{'stage':12} {'result':8} {'seconds':>8} {'budget':>7}"]
+    for name, result, seconds, budget in rows:
+        over = "  over budget" if seconds > budget else ""
+        lines.append(f"{name:12} {result:8} {seconds:8.1f} {budget:7}{over}")
+    total = sum(seconds for _, _, seconds, _ in rows)
+    lines.append(f"{'all':12} {'':8} {total:8.1f} {sum(row[3] for row in rows):7}")
+    return "\n".join(lines)
+
+
+def main(wanted: list[str]) -> int:
+    """Run the stages that are named, or all of them."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # two processes of one thread beat one of two
+    known = {stage.__name__: stage for stage in STAGES}
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        print(f"unknown stage {unknown[0]}; the stages are {', '.join(known)}")
+        return 1
+    rows, usable = [], True
+    for name in wanted or known:
+        stage, start, result = known[name], time.perf_counter(), "not run"
+        if usable:
+            print(f"\n=== {name}: {stage.__doc__.splitlines()[0]}", flush=True)
+            result = "passed" if stage() else "FAILED"
+        usable = usable and (name, result) != ("environment", "FAILED")
+        rows.append((name, result, time.perf_counter() - start, STAGES[stage]))
+    print("\n" + table(rows), flush=True)
+    return int(any(result != "passed" for _, result, _, _ in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
