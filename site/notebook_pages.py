@@ -1,0 +1,248 @@
+"""Sphinx extension: what a notebook's directives mean on its page.
+
+The file on disk, the download button and Colab keep every line. On the page
+- cells that only steer the exporter are left out and ``#|`` lines are cut;
+- an exported cell gets a badge that leads to the API entry of what it defines, and
+  that entry gets a link back to the section which holds the cell;
+- the cell that installs on Colab is folded;
+- a widget is preceded by a picture of its first state, which the widget scripts remove.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
+
+import transformer
+
+PACKAGE = transformer.__name__
+DIRECTIVE = re.compile(r"#\s*\|\s*(?P<name>\w+)\s*:?\s*(?P<value>.*)")
+WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+MODEL = re.compile(r"IPY_MODEL_(\w+)")
+IMAGE = re.compile(r"<img\b[^>]*>")
+
+
+def split_directives(source: str) -> tuple[dict[str, str], str]:
+    """The directives at the top of a cell, and the code below them."""
+    lines = source.splitlines(keepends=True)
+    found = {}
+    while lines and (match := DIRECTIVE.match(lines[0].strip())):
+        found[match["name"]] = match["value"].strip()
+        lines.pop(0)
+    return found, "".join(lines)
+
+
+def public_names(source: str) -> list[str]:
+    """The public names that a cell defines: functions and classes, then the rest."""
+    body = ast.parse(source).body
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    names = [node.name for node in body if isinstance(node, kinds)]
+    for node in body:
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return [name for name in names if not name.startswith("_")]
+
+
+def entry(source: str, module: str) -> tuple[str, str]:
+    """The API entry of what a cell defines first, with its kind, or of its module."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    for node in ast.parse(source).body:
+        if isinstance(node, kinds) and not node.name.startswith("_"):
+            return f"{module}.{node.name}", "obj"
+    return module, "mod"
+
+
+def first_image(models: dict, model: str) -> str | None:
+    """The first image that a widget or what it holds shows."""
+    state = models.get(model, {}).get("state", {})
+    if image := IMAGE.search(str(state.get("value", ""))):
+        return image[0]
+    held = MODEL.findall(json.dumps(state.get("children", [])))
+    return next(filter(None, (first_image(models, child) for child in held)), None)
+
+
+def picture(notebook: dict, cell: dict) -> str | None:
+    """A picture of the first state of the widget that a cell shows."""
+    widgets = notebook["metadata"].get("widgets", {})
+    models = widgets.get(WIDGET_STATE, {}).get("state", {})
+    for output in cell.get("outputs", []):
+        if view := output.get("data", {}).get(WIDGET_VIEW):
+            image = first_image(models, view["model_id"])
+            # The widget scripts remove an image of this class.
+            return image and image.replace("<img", '<img class="jupyter-widget"', 1)
+    return None
+
+
+def mark(cell: dict, notebook: dict, module: str | None) -> str | None:
+    """Turn the directives of one code cell into tags and metadata for the page.
+
+    Returns:
+        The module that the cells from here on export to.
+    """
+    directives, code = split_directives("".join(cell["source"]))
+    module = directives.get("default_exp", module)
+    cell["source"] = code.splitlines(keepends=True)
+    metadata = cell["metadata"]
+    tags = metadata.setdefault("tags", [])
+    if not code.strip() or {"hide", "default_exp"} & directives.keys():
+        tags.append("remove-cell")
+    elif '"google.colab" in sys.modules' in code:
+        tags.append("hide-input")
+        prompt = "what this cell installs on Colab"
+        metadata["mystnb"] = {
+            "code_prompt_show": f"Show {prompt}",
+            "code_prompt_hide": f"Hide {prompt}",
+        }
+    for kind in ("export", "exporti", "exports"):
+        if kind in directives:
+            to = f"{PACKAGE}.{directives[kind] or module}"
+            private = kind == "exporti"
+            metadata["module"] = to
+            metadata["names"] = [] if private else public_names(code)
+            metadata["entry"] = (to, "mod") if private else entry(code, to)
+    if image := picture(notebook, cell):
+        metadata["picture"] = image
+    return module
+
+
+def read_notebook(text: str) -> str:
+    """The notebook as the page shows it."""
+    notebook = json.loads(text)
+    module = None
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            module = mark(cell, notebook, module)
+    return json.dumps(notebook)
+
+
+def table_of_modules(root: Path) -> str:
+    """One row a module: its page, its one-line docstring."""
+    rows = []
+    for page in sorted((root / "api").glob("*.md"), key=chapter_order(root)):
+        source = (root / PACKAGE / f"{page.stem}.py").read_text(encoding="utf-8")
+        summary = ast.get_docstring(ast.parse(source))
+        rows.append(f"| [`{PACKAGE}.{page.stem}`](api/{page.stem}.md) | {summary} |")
+    return "\n".join(["| module | what it holds |", "| --- | --- |", *rows])
+
+
+def chapter_order(root: Path):
+    """Sort key for API pages: the order of the chapters that export them."""
+    toc = (root / "_toc.yml").read_text(encoding="utf-8")
+    return lambda page: toc.index(f"file: api/{page.stem}\n")
+
+
+def tables(root: Path) -> str:
+    """The measured tables, as `make bench` left them."""
+    folder = root / "benchmarks"
+    files = sorted([*folder.glob("*.md"), *folder.glob("results/*.md")])
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    return "\n\n".join(texts) or "No table yet: `make bench` measures and writes them."
+
+
+def read_markdown(app: Sphinx, text: str) -> str:
+    """Fill in what a page takes from elsewhere."""
+    root = Path(app.srcdir)
+    address = app.config.html_theme_options["repository_url"]
+    text = text.replace("{{ repository }}", address)
+    text = text.replace("{{ version }}", transformer.__version__)
+    if "% modules\n" in text:
+        text = text.replace("% modules\n", table_of_modules(root) + "\n")
+    if "% tables\n" in text:
+        text = text.replace("% tables\n", tables(root) + "\n")
+    return text
+
+
+def on_source_read(app: Sphinx, docname: str, content: list[str]) -> None:
+    """Rewrite a page's source before it is parsed."""
+    if app.env.doc2path(docname).endswith(".ipynb"):
+        content[0] = read_notebook(content[0])
+    else:
+        content[0] = read_markdown(app, content[0])
+
+
+def badge(module: str, target: str, kind: str) -> nodes.container:
+    """A line above a cell that names its module and links to the API entry."""
+    link = addnodes.pending_xref(
+        "",
+        nodes.literal(module, module, classes=["xref"]),
+        refdomain="py",
+        reftype=kind,
+        reftarget=target,
+        refexplicit=True,
+        refwarn=True,
+    )
+    words = nodes.paragraph("", "", nodes.Text("exported to "), link)
+    return nodes.container("", words, classes=["export-badge"])
+
+
+class CellMarks(SphinxTransform):
+    """Put the badges and the pictures on the page."""
+
+    default_priority = 400
+
+    def apply(self, **kwargs) -> None:
+        for cell in self.document.findall(nodes.container):
+            metadata = cell.get("cell_metadata") or {}
+            if "module" in metadata:
+                cell.insert(0, badge(metadata["module"], *metadata["entry"]))
+            if "picture" in metadata:
+                for raw in cell.findall(nodes.raw):
+                    if WIDGET_VIEW in raw.astext():
+                        shown = f"{metadata['picture']}\n{raw.astext()}"
+                        raw.replace_self(nodes.raw("", shown, format="html"))
+
+
+def register_sections(app: Sphinx, document: nodes.document) -> None:
+    """Note which section explains each exported name."""
+    labels = app.env.get_domain("std").labels
+    docname = app.env.docname
+    for cell in document.findall(nodes.container):
+        metadata = cell.get("cell_metadata") or {}
+        if "module" not in metadata:
+            continue
+        section = cell.parent
+        while not isinstance(section, nodes.section):
+            section = section.parent
+        chapter = document.next_node(nodes.title).astext()
+        title = section.next_node(nodes.title).astext()
+        title = chapter if title == chapter else f"{chapter}: {title}"
+        module = metadata["module"]
+        top = document.next_node(nodes.section)["ids"][0]
+        labels.setdefault(f"home-{module}".lower(), (docname, top, chapter))
+        for name in metadata["names"]:
+            place = (docname, section["ids"][0], title)
+            labels[f"home-{module}.{name}".lower()] = place
+
+
+def link_back(app, what, name, obj, options, lines) -> None:
+    """Lead from an API entry to the section that explains it."""
+    if what in {"module", "class", "function", "data"}:
+        lines += ["", f"Explained in :ref:`home-{name.lower()}`.", ""]
+
+
+def drop_unused_scripts(app, pagename, templatename, context, doctree) -> None:
+    """Leave out thebe, which is off and whose scripts name another host."""
+
+    def wanted(script) -> bool:
+        attributes = getattr(script, "attributes", {})
+        return "thebe" not in f"{script.filename} {attributes.get('body')}"
+
+    context["script_files"] = [s for s in context["script_files"] if wanted(s)]
+
+
+def setup(app: Sphinx) -> dict:
+    """Connect the extension."""
+    app.connect("source-read", on_source_read)
+    app.add_transform(CellMarks)
+    app.connect("doctree-read", register_sections)
+    app.connect("autodoc-process-docstring", link_back)
+    app.connect("html-page-context", drop_unused_scripts, priority=900)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
