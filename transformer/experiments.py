@@ -63,7 +63,7 @@ class BenchPositions(nn.Module):
 
     def __init__(self, n_positions: int, d_model: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(n_positions, d_model) * 0.02)
+        self.weight = nn.Parameter(torch.randn(n_positions, d_model) / d_model**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
@@ -141,7 +141,7 @@ def bench_model(
         return BenchPositions(n_positions, d_model)
 
     def embedding() -> nn.Module:
-        weight = torch.randn(vocab_size, d_model) * 0.02
+        weight = torch.randn(vocab_size, d_model) / d_model**0.5
         return nn.Embedding.from_pretrained(weight, freeze=False)
 
     makers = [embedding, positions or table, *[attn, ffn or default_ffn] * n_layers]
@@ -232,7 +232,7 @@ def fit(
     *,
     seed: int = 0,
     steps: int = 300,
-    rate: float = 3e-3,
+    rate: float = 1e-2,
     batch: int = 16,
     window: int = 64,
     progress: bool | None = None,
