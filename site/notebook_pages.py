@@ -27,6 +27,7 @@ DIRECTIVE = re.compile(r"#\s*\|\s*(?P<name>\w+)\s*:?\s*(?P<value>.*)")
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 MODEL = re.compile(r"IPY_MODEL_(\w+)")
+MINUTES = re.compile(r"\{\{ minutes (?P<pages>[\w/ ]+) \}\}")
 IMAGE = re.compile(r"<img\b[^>]*>")
 
 
@@ -147,9 +148,24 @@ def tables(root: Path) -> str:
     return "\n\n".join(texts) or "No table yet: `make bench` measures and writes them."
 
 
+def minutes(root: Path, pages: str) -> int:
+    """Minutes to read some chapters: 200 words or 15 lines of code a minute."""
+    words = lines = 0
+    for page in pages.split():
+        text = (root / f"{page}.ipynb").read_text(encoding="utf-8")
+        for cell in json.loads(text)["cells"]:
+            source = "".join(cell["source"])
+            if cell["cell_type"] == "markdown":
+                words += len(source.split())
+            else:
+                lines += len(list(filter(str.strip, source.splitlines())))
+    return 5 * max(1, round((words / 200 + lines / 15) / 5))
+
+
 def read_markdown(app: Sphinx, text: str) -> str:
     """Fill in what a page takes from elsewhere."""
     root = Path(app.srcdir)
+    text = MINUTES.sub(lambda match: str(minutes(root, match["pages"])), text)
     address = app.config.html_theme_options["repository_url"]
     text = text.replace("{{ repository }}", address)
     text = text.replace("{{ version }}", transformer.__version__)
