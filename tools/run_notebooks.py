@@ -46,6 +46,8 @@ def readable_id(cell) -> str:
         words = defined_name(source)
     if not words:
         lines = [line for line in source.splitlines() if not line.startswith("#|")]
+        if cell.cell_type == "code" and re.match(r"(import|from) ", " ".join(lines)):
+            return "imports"
         words = " ".join(re.findall(r"[A-Za-z0-9_]+", " ".join(lines))[:5])
     return re.sub(r"[^A-Za-z0-9_]+", "-", words).strip("-")[:40] or cell.cell_type
 
