@@ -40,6 +40,8 @@ def defined_name(source: str) -> str | None:
 def readable_id(cell) -> str:
     """What an exported cell defines, a verdict's claim, or the first words."""
     source = cell.source
+    if '"google.colab"' in source:
+        return "colab"
     claim = re.search(r"^verdict\(\s*[\"']([\w-]+)", source, re.M)
     words = "verdict-" + claim[1] if claim else None
     if cell.cell_type == "code" and not words:
