@@ -5,12 +5,14 @@ The file on disk, the download button and Colab keep every line. On the page
 - an exported cell gets a badge that leads to the API entry of what it defines, and
   that entry gets a link back to the section which holds the cell;
 - the cell that installs on Colab is folded;
-- a widget is preceded by a picture of its first state, which the widget scripts remove.
+- a widget is preceded by a picture of its first state, which the style sheet
+  hides once the widget is drawn.
 """
 
 from __future__ import annotations
 
 import ast
+import html
 import json
 import re
 from pathlib import Path
@@ -28,6 +30,7 @@ WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 MODEL = re.compile(r"IPY_MODEL_(\w+)")
 MINUTES = re.compile(r"\{\{ minutes (?P<pages>[\w/ ]+) \}\}")
+SVG_TEXT = re.compile(r"<text\b[^>]*>([^<]+)</text>")
 IMAGE = re.compile(r"<img\b[^>]*>")
 
 
@@ -77,8 +80,18 @@ def picture(notebook: dict, cell: dict) -> str | None:
     for output in cell.get("outputs", []):
         if view := output.get("data", {}).get(WIDGET_VIEW):
             image = first_image(models, view["model_id"])
-            # The widget scripts remove an image of this class.
             return image and image.replace("<img", '<img class="jupyter-widget"', 1)
+    return None
+
+
+def words_in_figure(cell: dict) -> str | None:
+    """A text that stands for a drawn figure: its titles and labels, without numbers."""
+    for output in cell.get("outputs", []):
+        if drawing := output.get("data", {}).get("image/svg+xml"):
+            found = SVG_TEXT.findall("".join(drawing))
+            words = [html.unescape(text).strip() for text in found]
+            named = [word for word in words if any(c.isalpha() for c in word)]
+            return "Figure: " + "; ".join(dict.fromkeys(named))
     return None
 
 
@@ -109,6 +122,8 @@ def mark(cell: dict, notebook: dict, module: str | None) -> str | None:
             metadata["module"] = to
             metadata["names"] = [] if private else public_names(code)
             metadata["entry"] = (to, "mod") if private else entry(code, to)
+    if alt := words_in_figure(cell):
+        metadata.setdefault("mystnb", {}).setdefault("image", {"alt": alt})
     if image := picture(notebook, cell):
         metadata["picture"] = image
     return module
@@ -254,11 +269,19 @@ def drop_unused_scripts(app, pagename, templatename, context, doctree) -> None:
     context["script_files"] = [s for s in context["script_files"] if wanted(s)]
 
 
+def drop_unused_configuration(app, doctree, docname) -> None:
+    """Leave out what thebe, which is off, adds to the end of every page."""
+    for raw in list(doctree.findall(nodes.raw)):
+        if raw.parent is doctree and re.search("thebe|kernelName", raw.astext()):
+            doctree.remove(raw)
+
+
 def setup(app: Sphinx) -> dict:
     """Connect the extension."""
     app.connect("source-read", on_source_read)
     app.add_transform(CellMarks)
     app.connect("doctree-read", register_sections)
     app.connect("autodoc-process-docstring", link_back)
+    app.connect("doctree-resolved", drop_unused_configuration, priority=900)
     app.connect("html-page-context", drop_unused_scripts, priority=900)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
