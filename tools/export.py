@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import checks
+import readme
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPORT = "from nbdev.doclinks import nbdev_export; nbdev_export()"
@@ -42,7 +43,7 @@ def stale_modules(root: Path) -> list[Path]:
 
 
 def main() -> int:
-    """Export the chapters, remove stale modules, print what would be lost."""
+    """Export the chapters, remove stale modules, list the chapters in the readme."""
     complaints = [
         f"{path.stem}: {complaint}"
         for path in sorted((ROOT / "chapters").glob("*.ipynb"))
@@ -55,6 +56,7 @@ def main() -> int:
     for path in stale_modules(ROOT):
         path.unlink()
         print("removed", path.relative_to(ROOT), "which no notebook writes")
+    readme.main()
     return 0
 
 

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from environment import check_python
+
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = str(ROOT / ".venv" / "bin" / "python")
 WHEEL = ROOT / "build" / "wheel-site"  # the installed wheel, alone
@@ -142,6 +144,7 @@ def table(rows: list[tuple[str, str, float, int]]) -> str:
 
 def main(wanted: list[str]) -> int:
     """Run the stages that are named, or all of them."""
+    check_python()
     os.environ["OMP_NUM_THREADS"] = "1"  # two processes of one thread beat one of two
     known = {stage.__name__: stage for stage in STAGES}
     unknown = [name for name in wanted if name not in known]
