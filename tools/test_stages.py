@@ -48,21 +48,25 @@ def unit() -> bool:
     return all(steps)
 
 
+def build_wheel(folder: Path) -> Path | None:
+    """The wheel, built from a clean copy: no file of an older build gets in."""
+    clean, wheels = folder / "source", folder / "wheels"
+    skip = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "transformer", clean / "transformer", ignore=skip)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clean)
+    options = ("-q", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels))
+    run(PYTHON, "-m", "pip", "wheel", *options, str(clean))
+    return next(wheels.glob("*.whl"), None)
+
+
 def install_wheel() -> bool:
-    """Build the wheel from a clean copy and unpack it where nothing else lies."""
+    """Build the wheel and unpack it where nothing else lies."""
     shutil.rmtree(WHEEL, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
-        clean, wheels = Path(folder) / "source", Path(folder) / "wheels"
-        skip = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / "transformer", clean / "transformer", ignore=skip)
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
-            shutil.copy(ROOT / name, clean)
-        pip, alone = (PYTHON, "-m", "pip"), ("-q", "--no-deps")
-        made = ("--no-build-isolation", "--wheel-dir", str(wheels), str(clean))
-        if not run(*pip, "wheel", *alone, *made):
-            return False
-        wheel = next(wheels.glob("*.whl"))
-        return run(*pip, "install", *alone, "--target", str(WHEEL), str(wheel))
+        wheel = build_wheel(Path(folder))
+        target = ("-q", "--no-deps", "--target", str(WHEEL))
+        return bool(wheel) and run(PYTHON, "-m", "pip", "install", *target, str(wheel))
 
 
 def kernel_environment() -> dict[str, str]:
