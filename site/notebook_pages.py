@@ -255,6 +255,8 @@ def register_sections(app: Sphinx, document: nodes.document) -> None:
 
 def link_back(app, what, name, obj, options, lines) -> None:
     """Lead from an API entry to the section that explains it."""
+    # A letter and a full stop would begin a list: "n_queries: T."
+    lines[:] = [re.sub(r"^(\s+)([A-Z]\.)$", r"\1\\\2", line) for line in lines]
     if what in {"module", "class", "function", "data"}:
         lines += ["", f"Explained in :ref:`home-{name.lower()}`.", ""]
 
@@ -281,7 +283,7 @@ def setup(app: Sphinx) -> dict:
     app.connect("source-read", on_source_read)
     app.add_transform(CellMarks)
     app.connect("doctree-read", register_sections)
-    app.connect("autodoc-process-docstring", link_back)
+    app.connect("autodoc-process-docstring", link_back, priority=900)
     app.connect("doctree-resolved", drop_unused_configuration, priority=900)
     app.connect("html-page-context", drop_unused_scripts, priority=900)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
