@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -198,6 +199,48 @@ def test_unknown_stage_is_said_in_one_line(capsys):
     assert test_stages.main(["tests"]) == 1
     said = capsys.readouterr().out
     assert said.startswith("unknown stage tests; the stages are environment, unit, ")
+
+
+# --- .ci/run ---------------------------------------------------------------------
+
+
+def ci_run(folder, **commands: str) -> subprocess.CompletedProcess:
+    """Call .ci/run on a machine that has these commands and little else."""
+    for name in ("cat", "dirname", "id", "mktemp", "sh", "tail"):
+        (folder / name).symlink_to(shutil.which(name))
+    for name, script in {"sudo": 'exec "$@"', **commands}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        (folder / name).chmod(0o755)
+    return subprocess.run(
+        [ROOT / ".ci" / "run"],
+        env={"PATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_ci_installs_a_browser_then_calls_make_test(tmp_path):
+    note = f'echo "$@" >>"{tmp_path}/calls"'
+    done = ci_run(tmp_path, make='echo "make $@"', **{"apt-get": note})
+    assert (done.returncode, done.stdout) == (0, "make test\n"), done.stderr
+    calls = (tmp_path / "calls").read_text(encoding="utf-8").splitlines()
+    assert calls[0].startswith("update") and calls[1].endswith("chromium")
+
+
+def test_ci_leaves_a_browser_that_is_there(tmp_path):
+    done = ci_run(tmp_path, make='echo "make $@"', chromium="", **{"apt-get": "exit 9"})
+    assert (done.returncode, done.stdout) == (0, "make test\n")
+
+
+def test_ci_says_in_one_line_that_no_browser_can_be_had(tmp_path):
+    done = ci_run(
+        tmp_path, make="echo made", **{"apt-get": "echo no network; exit 100"}
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "no network\n"
+        "Chromium is missing and apt-get could not install it; its words stand above\n"
+    )
 
 
 # --- make test-gpu ---------------------------------------------------------------
