@@ -23,7 +23,7 @@ from typing import NamedTuple
 import nbformat
 from nbclient import NotebookClient
 
-from transformer import experiments
+from transformer import records
 
 CHAPTERS = Path(__file__).resolve().parent.parent / "chapters"
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -41,12 +41,12 @@ class Experiment(NamedTuple):
     def path(self, device: str) -> Path:
         """Where its result lies."""
         kind = "" if device == "cpu" else f".{device}"
-        return experiments._results_folder() / f"{self.name}{kind}.json"
+        return records._results_folder() / f"{self.name}{kind}.json"
 
     def trouble(self, device: str) -> str:
         """Why it has to run, in a word or two; empty if it need not."""
         try:
-            experiments._read_record(self.path(device), self.hash)
+            records._read_record(self.path(device), self.hash)
         except RuntimeError as error:
             return re.sub(r"^recorded result \S+ (is |was )?|:.*$", "", str(error))
         return ""
@@ -87,7 +87,7 @@ def find_all(folder: Path = CHAPTERS) -> list[Experiment]:
             if name in [experiment.name for experiment in found]:
                 raise ValueError(f"two experiments are recorded as {name!r}")
             if name:
-                code = experiments.experiment_hash(function, nodes.get)
+                code = records.experiment_hash(function, nodes.get)
                 arguments = [*node.args.args, *node.args.kwonlyargs]
                 device = "device" in [argument.arg for argument in arguments]
                 found.append(Experiment(path, name, function, code, device))
