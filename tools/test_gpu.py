@@ -127,12 +127,14 @@ def notebook(path: Path, clock: Clock) -> dict:
 
 def measurements(clock: Clock, device: str) -> dict:
     """The recorded experiments that take a device, then the tables against peers."""
-    experiments = [sys.executable, "tools/experiments.py", "--device", device]
-    experiments += ["--list"] if device == "cpu" else []  # a rehearsal
-    found = {"experiments": tell("experiments", *clock.run(*experiments))}
+    rehearsal = device == "cpu"
+    how = ("--device", device)
+    experiments = (sys.executable, "tools/experiments.py", *how)
+    done = clock.run(*experiments, *(["--list"] if rehearsal else []))
+    found = {"experiments": tell("experiments", *done)}
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
-        command = (sys.executable, str(path), "--device", device)
-        result, seconds, said = clock.run(*command)
+        small = ("--tiny", "--out", str(REPORT.parent)) if rehearsal else ()
+        result, seconds, said = clock.run(sys.executable, str(path), *how, *small)
         found[path.stem] = tell(path.stem, result, seconds, said) | {"output": said}
     return found
 
