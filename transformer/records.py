@@ -36,6 +36,8 @@ def _syntax(node) -> list | str:
     fields = dict(ast.iter_fields(node))
     if isinstance(node, _DEFINITIONS) and ast.get_docstring(node) is not None:
         fields["body"] = node.body[1:]
+    if isinstance(node, ast.JoinedStr):  # Python 3.12 adds empty pieces
+        fields["values"] = [v for v in node.values if getattr(v, "value", 1) != ""]
     kept = {
         name: value
         for name, value in fields.items()
@@ -166,7 +168,7 @@ def _read_record(path: Path, expected_hash: str) -> dict:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         digest = record.pop("digest")
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, TypeError):
         refuse("is not a whole JSON file")
     if digest != hashlib.sha256(_canonical(record).encode("utf-8")).hexdigest():
         refuse("was edited (its digest does not fit)")
@@ -200,7 +202,8 @@ def _deviation(now, then, at: str = "") -> str | None:
             (f"{at}[{i}]", *pair) for i, pair in enumerate(zip(now, then, strict=True))
         ]
     else:
-        return None if now == then else f"result{at} is {now}, was {then}"
+        equal = now == then and isinstance(now, bool) == isinstance(then, bool)
+        return None if equal else f"result{at} is {now}, was {then}"
     return next(filter(None, (_deviation(x, y, place) for place, x, y in pairs)), None)
 
 # %% ../chapters/00_records.ipynb #Recorded
