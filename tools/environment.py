@@ -78,7 +78,7 @@ def works():
 
 def install(arguments):
     """Call pip in the environment."""
-    what = " ".join(arguments).replace(str(ROOT) + os.sep, "")
+    what = " ".join(arguments).replace(str(ROOT) + os.sep, "").replace(str(ROOT), ".")
     print("  pip install " + what, flush=True)
     pip = [str(PYTHON), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     status = subprocess.call([*pip, *arguments])

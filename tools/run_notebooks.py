@@ -123,18 +123,17 @@ def join_streams(nb) -> None:
     for cell in nb.cells:
         joined = []
         for output in cell.get("outputs", []):
-            if output.get("name") == "stderr" and BAR.search(output.text):
-                output.text = BAR.sub("", output.text).lstrip("\r\n")
-                if not output.text:
-                    continue
             last = joined[-1] if joined else {}
             same = output.get("name", 0) == last.get("name", 1)
             if output.output_type == "stream" and same:
                 last.text += output.text
             else:
                 joined.append(output)
+        for output in joined:
+            if output.get("name") == "stderr":
+                output.text = BAR.sub("", output.text)
         if "outputs" in cell:
-            cell.outputs = joined
+            cell.outputs = [o for o in joined if o.get("text", "a bar").strip("\r\n")]
 
 
 def execute(path: Path) -> str:
