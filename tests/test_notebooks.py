@@ -37,6 +37,7 @@ NOISY = notebook(
     code("plt.imshow([[0, 1], [1, 0]])\nplt.show()", "image"),
     code("import time\n\nprint(time.perf_counter_ns())", "time", "nbval-ignore-output"),
     code("object()", "address"),
+    code("print()", "blank"),
     code("print(f'loss {1 / 3:.4f}')", "loss"),
     code("1 / 3", "digits"),
     code("'<b>words</b>'", "repr"),

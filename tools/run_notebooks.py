@@ -129,11 +129,12 @@ def join_streams(nb) -> None:
                 last.text += output.text
             else:
                 joined.append(output)
-        for output in joined:
-            if output.get("name") == "stderr":
-                output.text = BAR.sub("", output.text)
+        for output in [o for o in joined if o.get("name") == "stderr"]:
+            output.text = BAR.sub("", output.text)
+            if not output.text.strip():
+                joined.remove(output)
         if "outputs" in cell:
-            cell.outputs = [o for o in joined if o.get("text", "a bar").strip("\r\n")]
+            cell.outputs = joined
 
 
 def execute(path: Path) -> str:
