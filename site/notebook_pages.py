@@ -164,7 +164,7 @@ def tables(root: Path) -> str:
 
 
 def minutes(root: Path, pages: str) -> int:
-    """Minutes to read some chapters: 200 words or 15 lines of code a minute."""
+    """Minutes to read some chapters: 200 words or 40 lines of code a minute."""
     words = lines = 0
     for page in pages.split():
         text = (root / f"{page}.ipynb").read_text(encoding="utf-8")
@@ -174,7 +174,7 @@ def minutes(root: Path, pages: str) -> int:
                 words += len(source.split())
             else:
                 lines += len(list(filter(str.strip, source.splitlines())))
-    return 5 * max(1, round((words / 200 + lines / 15) / 5))
+    return 5 * max(1, round((words / 200 + lines / 40) / 5))
 
 
 def read_markdown(app: Sphinx, text: str) -> str:

@@ -125,7 +125,7 @@ def test_landing_example_runs():
 
 def test_minutes_count_words_and_code(tmp_path):
     words = {"cell_type": "markdown", "source": ["word " * 2000]}
-    lines = {"cell_type": "code", "source": ["x = 1\n" * 150]}
+    lines = {"cell_type": "code", "source": ["x = 1\n" * 400]}
     text = json.dumps({"cells": [words, lines]})
     (tmp_path / "a.ipynb").write_text(text, encoding="utf-8")
     assert notebook_pages.minutes(tmp_path, "a") == 20
