@@ -6,7 +6,7 @@
 __all__ = ['VERDICTS', 'byte_data', 'BenchBlock', 'BenchPositions', 'BenchModel', 'bench_model', 'validation_loss', 'Fit', 'fit',
            't_quantile', 'Difference', 'paired_difference', 'compare', 'claims', 'verdict']
 
-# %% ../chapters/00_experiments.ipynb #718dd949
+# %% ../chapters/00_experiments.ipynb #imports
 import json
 import math
 import statistics
@@ -24,13 +24,13 @@ from tqdm import tqdm
 from .records import recorded as recorded
 from .sources import text
 
-# %% ../chapters/00_experiments.ipynb #a4519f36
+# %% ../chapters/00_experiments.ipynb #byte_data
 def byte_data() -> Tensor:
     """The bytes of Shakespeare's plays, (N,) uint8, one play after the other."""
     plays = text("shakespeare").encode("utf-8")
     return torch.frombuffer(bytearray(plays), dtype=torch.uint8)
 
-# %% ../chapters/00_experiments.ipynb #01430558
+# %% ../chapters/00_experiments.ipynb #BenchBlock
 class BenchBlock(nn.Module):
     """Add what attn finds in the earlier bytes, then what ffn makes of each byte."""
 
@@ -44,7 +44,7 @@ class BenchBlock(nn.Module):
         x = x + self.attn(self.attn_norm(x), causal=True)
         return x + self.ffn(self.ffn_norm(x))
 
-# %% ../chapters/00_experiments.ipynb #cdd91afd
+# %% ../chapters/00_experiments.ipynb #BenchPositions
 class BenchPositions(nn.Module):
     """Add a learned vector for each position."""
 
@@ -56,7 +56,7 @@ class BenchPositions(nn.Module):
         """(B, T, C) to (B, T, C)."""
         return x + self.weight[: x.size(-2)]
 
-# %% ../chapters/00_experiments.ipynb #f007029f
+# %% ../chapters/00_experiments.ipynb #BenchModel
 class BenchModel(nn.Module):
     """Score every next byte: embed, add positions, run the blocks, compare.
 
@@ -75,7 +75,7 @@ class BenchModel(nn.Module):
             x = block(x)
         return self.norm(x) @ self.embedding.weight.T
 
-# %% ../chapters/00_experiments.ipynb #2fc07b70
+# %% ../chapters/00_experiments.ipynb #_embedding
 def _embedding(vocab_size: int, d_model: int) -> nn.Embedding:
     """Vectors of length about 1."""
     weight = torch.randn(vocab_size, d_model) / d_model**0.5
@@ -87,7 +87,7 @@ def _gelu_network(d_model: int) -> nn.Sequential:
     up, down = nn.Linear(d_model, 4 * d_model), nn.Linear(4 * d_model, d_model)
     return nn.Sequential(up, nn.GELU(), down)
 
-# %% ../chapters/00_experiments.ipynb #805e4774
+# %% ../chapters/00_experiments.ipynb #_seeded
 def _seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
     """What make() returns when the CPU's random numbers start at seed.
 
@@ -100,7 +100,7 @@ def _seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
     finally:
         torch.set_rng_state(state)
 
-# %% ../chapters/00_experiments.ipynb #a2c9f8af
+# %% ../chapters/00_experiments.ipynb #bench_model
 def bench_model(
     attn: Callable[[], nn.Module],
     ffn: Callable[[], nn.Module] | None = None,
@@ -143,7 +143,7 @@ def bench_model(
     blocks = [BenchBlock(d_model, *pair, norm) for pair in pairs]
     return BenchModel(*parts[:2], blocks, norm(d_model))
 
-# %% ../chapters/00_experiments.ipynb #84243b5d
+# %% ../chapters/00_experiments.ipynb #_split
 def _split(data: Tensor, window: int = 64) -> tuple[Tensor, Tensor]:
     """The first nine tenths, to train on, and the last tenth, held out.
 
@@ -161,7 +161,7 @@ def _split(data: Tensor, window: int = 64) -> tuple[Tensor, Tensor]:
         )
     return data[:cut], data[cut:]
 
-# %% ../chapters/00_experiments.ipynb #40d2538d
+# %% ../chapters/00_experiments.ipynb #_next_byte_loss
 def _next_byte_loss(model: nn.Module, data: Tensor, starts: Tensor, window: int):
     """Mean loss, in nats per byte, over windows of data that begin at starts (B,)."""
     at = starts.to(data.device)[:, None] + torch.arange(window + 1, device=data.device)
@@ -170,7 +170,7 @@ def _next_byte_loss(model: nn.Module, data: Tensor, starts: Tensor, window: int)
     logits = model(windows[:, :-1])
     return cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
-# %% ../chapters/00_experiments.ipynb #db178c44
+# %% ../chapters/00_experiments.ipynb #validation_loss
 @torch.no_grad()
 def validation_loss(
     model: nn.Module, data: Tensor, *, window: int = 64, n_windows: int = 256
@@ -184,7 +184,7 @@ def validation_loss(
     model.train(was_training)
     return torch.stack(losses).mean().item()
 
-# %% ../chapters/00_experiments.ipynb #a3b6b46a
+# %% ../chapters/00_experiments.ipynb #_reproducible
 @contextmanager
 def _reproducible(seed: int):
     """One thread and random numbers from seed; both as they were afterwards."""
@@ -198,7 +198,7 @@ def _reproducible(seed: int):
         finally:
             torch.set_num_threads(n_threads)
 
-# %% ../chapters/00_experiments.ipynb #09d85fc7
+# %% ../chapters/00_experiments.ipynb #_rate_at
 def _rate_at(step: int, steps: int, rate: float) -> float:
     """The learning rate at a step counted from 1: a line up to rate, a cosine to 0.
 
@@ -209,7 +209,13 @@ def _rate_at(step: int, steps: int, rate: float) -> float:
         return rate * step / warmup
     return rate * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
 
-# %% ../chapters/00_experiments.ipynb #29071166
+
+def _optimizer(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    """AdamW with betas 0.9 and 0.98, all parameters in one update."""
+    parameters = model.parameters()
+    return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), foreach=True)
+
+# %% ../chapters/00_experiments.ipynb #Fit
 class Fit(NamedTuple):
     """A trained model, its loss at each step, and its loss on held-out bytes."""
 
@@ -217,7 +223,7 @@ class Fit(NamedTuple):
     losses: list[float]
     loss: float
 
-# %% ../chapters/00_experiments.ipynb #ff0da8a6
+# %% ../chapters/00_experiments.ipynb #fit
 def fit(
     model_fn: Callable[[], nn.Module],
     data: Tensor,
@@ -232,9 +238,9 @@ def fit(
     """Train model_fn() to predict the next byte, the same way for the same seed.
 
     AdamW with betas 0.9 and 0.98, gradients clipped to length 1; the rate rises for a
-    tenth of the steps, then falls to 0 on a cosine. The seed decides the first weights and, separately, the batches:
-    arms with the same seed see the same bytes in the same order. Runs on one thread,
-    on the device of the model's parameters.
+    tenth of the steps, then falls to 0 on a cosine. The seed decides the first weights
+    and, separately, the batches: arms with the same seed see the same bytes in the same
+    order. Runs on one thread, on the device of the model's parameters.
 
     Args:
         model_fn: Makes the model; it maps (B, T) bytes to (B, T, V) logits.
@@ -255,9 +261,7 @@ def fit(
     hidden = not (sys.stderr.isatty() if progress is None else progress)
     with _reproducible(seed):
         model = model_fn().train()
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=rate, betas=(0.9, 0.98), foreach=True
-        )
+        optimizer = _optimizer(model, rate)
         losses = []
         for step in tqdm(range(1, steps + 1), disable=hidden, leave=False):
             optimizer.param_groups[0]["lr"] = _rate_at(step, steps, rate)
@@ -271,7 +275,7 @@ def fit(
         losses = torch.stack(losses).tolist()
         return Fit(model, losses, validation_loss(model, data, window=window))
 
-# %% ../chapters/00_experiments.ipynb #1b431fbb
+# %% ../chapters/00_experiments.ipynb #_t_within
 def _t_within(angle: float, n: int) -> float:
     """The chance of |T| < √n tan(angle) for Student's t with n degrees of freedom.
 
@@ -302,7 +306,7 @@ def t_quantile(p: float, n: int) -> float:
         low, high = (middle, high) if below else (low, middle)
     return math.sqrt(n) * math.tan(low)
 
-# %% ../chapters/00_experiments.ipynb #f13aec5d
+# %% ../chapters/00_experiments.ipynb #Difference
 class Difference(NamedTuple):
     """Mean difference of n pairs, its 95 % interval, the smallest effect to be seen."""
 
@@ -312,7 +316,7 @@ class Difference(NamedTuple):
     detectable: float
     n: int
 
-# %% ../chapters/00_experiments.ipynb #e139aca2
+# %% ../chapters/00_experiments.ipynb #paired_difference
 def paired_difference(a: Sequence[float], b: Sequence[float]) -> Difference:
     """How far a lies above b, seed by seed.
 
@@ -345,7 +349,7 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> Difference:
     detectable = (t + t_quantile(0.8, n - 1)) * error
     return Difference(mean, mean - t * error, mean + t * error, detectable, n)
 
-# %% ../chapters/00_experiments.ipynb #f545f7d7
+# %% ../chapters/00_experiments.ipynb #compare
 def compare(
     run: Callable[[str, float, int], float],
     arms: Iterable[str],
@@ -394,7 +398,7 @@ def compare(
         }
     return results
 
-# %% ../chapters/00_experiments.ipynb #365f6323
+# %% ../chapters/00_experiments.ipynb #claims
 VERDICTS = (
     "holds",
     "holds with conditions",
@@ -413,7 +417,7 @@ def claims() -> dict[str, dict[str, str]]:
     ledger = resources.files("transformer") / "claims.json"
     return json.loads(ledger.read_text(encoding="utf-8"))
 
-# %% ../chapters/00_experiments.ipynb #edeb9752
+# %% ../chapters/00_experiments.ipynb #verdict
 def verdict(claim_id: str, word: str, because: str) -> None:
     """Print the verdict on a claim in one line: `MHA-9: wrong - because`.
 

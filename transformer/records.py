@@ -256,11 +256,12 @@ def _run_once(experiment: Recorded, arguments: dict, device: str) -> tuple[dict,
     result = experiment.function(**arguments)
     seconds = time.perf_counter() - start
     try:
-        return json.loads(_canonical(result)), round(seconds, 2)
+        text = json.dumps(result, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{experiment.name} must return what strict JSON can hold: {error}"
         ) from None
+    return json.loads(text), round(seconds, 2)
 
 # %% ../chapters/00_records.ipynb #_measure
 def _measure(experiment: Recorded, device: str) -> None:
@@ -291,7 +292,7 @@ def _measure(experiment: Recorded, device: str) -> None:
             "result": probed,
         },
     }
-    _write_record(path, json.loads(_canonical(record)))
+    _write_record(path, record)
 
 # %% ../chapters/00_records.ipynb #_check_probe
 def _check_probe(experiment: Recorded, device: str) -> None:
