@@ -21,11 +21,13 @@ TARGETS = "book test test-gpu run experiments export bench serve clean help".spl
 
 
 def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """Call make in the repository."""
+    """Call make in the repository, as if these tests did not run under make."""
+    outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "STAGE", "NB", "PYTHON")
+    inherited = {key: os.environ[key] for key in os.environ.keys() - outer}
     return subprocess.run(
         ["make", *arguments],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**inherited, **environment},
         capture_output=True,
         text=True,
         encoding="utf-8",
