@@ -250,6 +250,25 @@ def test_what_the_hash_cannot_see_is_refused(lab, change, name):
         lab.load(*change).run()
 
 
+@pytest.mark.parametrize(
+    "member",
+    [
+        "@property\n    def only(self):\n        return 1",
+        "@classmethod\n    def only(cls):\n        return 1",
+        "@functools.cached_property\n    def only(self):\n        return 1",
+    ],
+)
+def test_class_of_one_wrapped_method_is_seen(lab, member):
+    text = f"import functools\n\n\nclass Odd:\n    {member}\n\n\nclass Model"
+    change = ("class Model", text, "model = Model()", "model, odd = Model(), Odd()")
+    before, after = lab.load(*change), lab.load(*change, "return 1", "return 2")
+    hashes = {
+        records.experiment_hash("run", records._live_find(module.run.function))
+        for module in (before, after)
+    }
+    assert len(hashes) == 2
+
+
 def test_class_of_fields_is_no_obstacle(lab):
     fields = "class Fields(NamedTuple):\n    a: int\n\n\nclass Model"
     change = ("class Model", fields, "model = Model()", "model = Model(); Fields(1)")
