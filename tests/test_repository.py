@@ -9,6 +9,7 @@ from collections.abc import Callable
 import checks
 import pytest
 import readme
+import repository_url
 import yaml
 from small_notebooks import CHAPTERS, COLAB, GOOD, ROOT, code, notebook, words
 
@@ -394,3 +395,26 @@ def test_stale_readme_table_is_noticed():
 def test_readme_links_exist():
     links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
     assert links and not [link for link in links if not (ROOT / link).exists()]
+
+
+# --- the address of a fork --------------------------------------------------------
+
+
+def test_fork_writes_its_own_address():
+    config = (ROOT / "_config.yml").read_text(encoding="utf-8")
+    fork = "https://code.example/someone/" + address().split("/")[-1]
+    changed = repository_url.replace(config, fork)
+    assert changed == config.replace(address(), fork) != config
+
+
+@pytest.mark.parametrize(
+    "config, url",
+    [
+        ("repository:\n  url: https://a/b/c", "https://a/b"),
+        ("repository:\n  url: https://a/b/c", "https://a/b/c d"),
+        ("title: x", "https://a/b/c"),
+    ],
+)
+def test_address_that_cannot_be_written_is_refused(config, url):
+    with pytest.raises(ValueError, match=r"an address is|has no"):
+        repository_url.replace(config, url)

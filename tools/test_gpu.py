@@ -35,6 +35,7 @@ NEEDED += ("matplotlib", "numpy", "safetensors", "tqdm")
 # Tests of the repository rather than of the package; `make test` runs them.
 ELSEWHERE = ("browser", "test_colab.py", "test_export.py", "test_notebooks.py")
 ELSEWHERE += ("test_repository.py", "test_machinery.py", "test_site.py")
+ELSEWHERE += ("test_sources.py",)
 # What a machine with torch may lack, and text that is small enough to travel.
 BROUGHT = """
     nbval nbclient nbformat ipykernel ipython ipywidgets jupyter_client jupyter_core
@@ -109,9 +110,12 @@ def tell(name: str, result: str, seconds: float, said: str) -> dict:
 def unit_tests(clock: Clock) -> dict:
     """The tests of the package."""
     options = [f"--ignore=tests/{name}" for name in ELSEWHERE]
+    options += ["-pskip_absent", "-rs"]
     options += ["-n4"] if importlib.util.find_spec("xdist") else []
     command = [sys.executable, "-m", "pytest", "tests", "-pno:cacheprovider", *options]
-    return tell("unit tests", *clock.run(*command, OMP_NUM_THREADS="1"))
+    found = (os.environ["PYTHONPATH"], str(ROOT / "tools"))
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(found)}
+    return tell("unit tests", *clock.run(*command, **variables))
 
 
 def notebook(path: Path, clock: Clock) -> dict:
