@@ -25,7 +25,8 @@ INPUTS = [
     "benchmarks/**/*.md",
     "chapters/*.ipynb",
     "transformer/*.py",
-    "site/*.*",
+    "site/*.json",
+    "site/*.py",
     "site/styles/*",
 ]
 
