@@ -223,6 +223,16 @@ def test_query_that_sees_nothing_gets_zeros(attend, dtype, device):
     assert_close(at_empty, torch.zeros_like(at_empty), rtol=0, atol=0)
 
 
+@each_attend
+def test_no_nan_arises_on_the_way_to_zeros(attend):
+    q, k, v, _ = make_inputs("self")
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    with torch.autograd.set_detect_anomaly(True):  # raises at the first NaN
+        out = attend(*inputs, torch.zeros(4, 4, dtype=torch.bool))
+        slopes = torch.autograd.grad(out.sum(), inputs)
+    assert not any(slope.any() for slope in slopes)
+
+
 @each_dtype
 @each_attend
 def test_one_key_in_sight_gives_its_value(attend, dtype):
