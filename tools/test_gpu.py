@@ -226,8 +226,8 @@ def main(words: list[str]) -> int:
         )
         return 1
     device = "cpu" if wanted.rehearse else "cuda"
-    name = platform.processor() if wanted.rehearse else torch.cuda.get_device_name()
-    print(f"on {name or 'a CPU'}, torch {torch.__version__}", flush=True)
+    name = "a CPU" if wanted.rehearse else torch.cuda.get_device_name()
+    print(f"on {name}, torch {torch.__version__}", flush=True)
     clock = Clock(wanted.minutes)
     found = everything(clock, device)
     report(name, found, time.monotonic() - clock.start)
