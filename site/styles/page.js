@@ -1,12 +1,14 @@
-// The widget scripts look for their icon fonts on this site.
-window.require = {
-  paths: {
-    "@jupyter-widgets/html-manager/dist": new URL(
-      document.documentElement.dataset.content_root + "_static/widgets",
-      document.baseURI,
-    ).href,
-  },
-};
+// The widget scripts, all in one file, look for their icon fonts beside it.
+{
+  const root = document.documentElement.dataset.content_root;
+  const widgets = new URL(root + "_static/widgets", document.baseURI).href;
+  window.require = {
+    paths: {
+      "@jupyter-widgets": widgets,
+      "@jupyter-widgets/html-manager/dist": widgets,
+    },
+  };
+}
 
 // Only what Sphinx marks as math is typeset. The widget scripts speak to MathJax 2:
 // translate for MathJax 3.
