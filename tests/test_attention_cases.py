@@ -16,6 +16,7 @@ from transformer.attention import (
     causal_mask,
     fused_attention,
     merge_heads,
+    project_heads,
     split_heads,
 )
 
@@ -74,7 +75,7 @@ def variants(x):
     torch.manual_seed(1)
     modules = [MultiHeadAttention(12, 3, attend=attend).to(x) for attend in BOTH]
     modules[1].load_state_dict(modules[0].state_dict())
-    q, k, v = modules[0].project(x)
+    q, k, v = project_heads(modules[0].qkv, 3, x)
     merge, out = merge_heads, modules[0].out
     return {
         "formula": lambda **how: out(merge(attention(q, k, v, **how))),
@@ -258,5 +259,5 @@ def test_case_05_module_equals_torchs_with_the_same_weights(attend, device):
     (x,) = draw((2, 5, 12), device=device)
     want, weights = theirs(x, x, x, average_attn_weights=False)
     assert_close(mine(x), want, rtol=0, atol=1e-10)
-    q, k, _ = mine.project(x)
+    q, k, _ = project_heads(mine.qkv, 3, x)
     assert_close(attention_weights(q, k), weights, rtol=0, atol=1e-10)

@@ -19,6 +19,7 @@ from transformer.attention import (
     attention_weights,
     fused_attention,
     padding_mask,
+    project_heads,
 )
 from transformer.sources import weights_path
 
@@ -118,7 +119,8 @@ def test_weights_equal_transformers(hidden, theirs, kept, dtype, device):
     mask, added = masks(kept, hidden.size(1))
     layer, hidden = copy.deepcopy(theirs.self).to(dtype), hidden.to(dtype)
     want = layer(hidden, attention_mask=added, output_attentions=True)[1]
-    q, k, _ = ours().to(device, dtype).project(to(device, hidden))
+    layer = ours().to(device, dtype)
+    q, k, _ = project_heads(layer.qkv, 12, to(device, hidden))
     got = attention_weights(q, k, to(device, mask)).cpu()
     assert got.shape == (1, 12, hidden.size(1), hidden.size(1))
     assert_close(got, want, rtol=0, atol=1e-6)
@@ -126,7 +128,7 @@ def test_weights_equal_transformers(hidden, theirs, kept, dtype, device):
 
 @torch.no_grad()
 def test_real_heads_look_at_different_tokens(hidden):
-    q, k, _ = ours().project(hidden)
+    q, k, _ = project_heads(ours().qkv, 12, hidden)
     maps = attention_weights(q, k)[0].flatten(1)
     apart = torch.cdist(maps, maps).fill_diagonal_(torch.inf)
     assert apart.min() > 0.1

@@ -17,6 +17,7 @@ from transformer.attention import (
     causal_mask,
     fused_attention,
     padding_mask,
+    project_heads,
 )
 
 each_attend = pytest.mark.parametrize(
@@ -218,7 +219,7 @@ def test_rows_of_the_projection_are_queries_keys_values():
     w, b = module.qkv.weight, module.qkv.bias
     assert w.shape == (36, 12) and module.out.weight.shape == (12, 12)
     for sources in ((x, x, x), (x, context, context)):
-        parts = module.project(x, None if sources[1] is x else context)
+        parts = project_heads(module.qkv, 3, x, None if sources[1] is x else context)
         for i, (part, source) in enumerate(zip(parts, sources, strict=True)):
             rows = slice(12 * i, 12 * i + 12)
             want = source @ w[rows].mT + b[rows]
@@ -282,7 +283,7 @@ def test_prepare_gets_four_positions_and_its_answer_is_used():
     got = module(x, context, mask=given, prepare=prepare)
     (args, how), *more = calls
     assert not how and not more and len(args) == 4 and args[3] is given
-    q, k, v = module.project(x, context)
+    q, k, v = project_heads(module.qkv, module.n_heads, x, context)
     for mine, part in zip(args, (q, k, v), strict=False):
         assert_close(mine, part)
     heads = attention(2 * q, k - 1, v + 3, other)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['causal_mask', 'padding_mask', 'share_heads', 'attention_weights', 'attention', 'fused_attention', 'split_heads',
-           'merge_heads', 'MultiHeadAttention']
+           'merge_heads', 'project_heads', 'MultiHeadAttention']
 
-# %% ../chapters/01_multi_head_attention.ipynb #imports-2
+# %% ../chapters/01_multi_head_attention.ipynb #imports
 import math
 from collections.abc import Callable
 
@@ -143,7 +143,7 @@ def attention_weights(
     scores = (q / math.sqrt(q.size(-1))) @ k.mT
     if mask is None:
         return scores.softmax(dim=-1)
-    # Lowest finite score, not -inf: a row of -inf is NaN, forward and backward.
+    # Lowest finite score, not -inf: the softmax of a row of -inf is NaN.
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return scores.softmax(dim=-1).masked_fill(~mask, 0)
 
@@ -182,7 +182,7 @@ def fold(x: Tensor, lead: tuple[int, ...], width: int = 0) -> Tensor:
 
     Views where possible; a copy only to pad, or to put features side by side.
     """
-    x = x if x.dim() > 2 else x.unsqueeze(0)
+    x = x[(None,) * (3 - x.dim())]
     x = x.expand(*lead, *x.shape[-3:]).reshape(math.prod(lead), *x.shape[-3:])
     if x.size(-1) < width:
         return F.pad(x, (0, width - x.size(-1)))
@@ -234,6 +234,53 @@ def merge_heads(x: Tensor) -> Tensor:
     """Put the heads of each token side by side: (..., H, T, D) to (..., T, H·D)."""
     return x.transpose(-3, -2).flatten(-2)
 
+# %% ../chapters/01_multi_head_attention.ipynb #head_width
+def head_width(d_model: int, n_heads: int, d_head: int | None = None) -> int:
+    """D: what is asked for, or d_model / n_heads, which must then be whole."""
+    found = f"got {d_model=}, {n_heads=}, {d_head=}"
+    if min(d_model, n_heads, 1 if d_head is None else d_head) < 1:
+        raise ValueError(f"widths and counts must be positive, {found}")
+    if d_head is None and d_model % n_heads:
+        raise ValueError(f"d_model must be a multiple of n_heads, {found}")
+    return d_model // n_heads if d_head is None else d_head
+
+
+def check_mask_heads(mask: Tensor | None, x: Tensor, context: Tensor | None) -> None:
+    """Refuse (B, T, S): its batch would line up with the heads."""
+    n_dims = max(x.dim(), 0 if context is None else context.dim())
+    if mask is not None and mask.dim() == n_dims > 2:
+        found = f"{tuple(mask.shape)=}"
+        raise ValueError(f"mask needs a heads dimension, (B, 1, T, S), got {found}")
+
+# %% ../chapters/01_multi_head_attention.ipynb #project_heads
+def project_heads(
+    qkv: nn.Linear, n_heads: int, x: Tensor, context: Tensor | None = None
+) -> list[Tensor]:
+    """Project queries from x, keys and values from context, and split the heads.
+
+    Args:
+        qkv: Maps C features to 3·H·D: rows of q, then k, then v.
+        n_heads: H.
+        x: (..., T, C).
+        context: (..., S, C); x by default.
+
+    Returns:
+        q (..., H, T, D), k and v (..., H, S, D).
+
+    Raises:
+        ValueError: x or context has not C features.
+    """
+    for name, given in (("x", x), ("context", context)):
+        if given is not None and given.size(-1) != qkv.in_features:
+            found = f"{name} {tuple(given.shape)}"
+            raise ValueError(f"features must be {qkv.in_features}, got {found}")
+    if context is None:
+        parts = qkv(x).chunk(3, dim=-1)
+    else:
+        biases = [None] * 3 if qkv.bias is None else qkv.bias.chunk(3)
+        parts = map(F.linear, (x, context, context), qkv.weight.chunk(3), biases)
+    return [split_heads(part, n_heads) for part in parts]
+
 # %% ../chapters/01_multi_head_attention.ipynb #MultiHeadAttention
 class MultiHeadAttention(nn.Module):
     """Let each token gather from others, in several subspaces at once.
@@ -266,35 +313,10 @@ class MultiHeadAttention(nn.Module):
         attend: Callable[..., Tensor] = fused_attention,
     ):
         super().__init__()
-        if min(d_model, n_heads, 1 if d_head is None else d_head) < 1:
-            found = f"{d_model=}, {n_heads=}, {d_head=}"
-            raise ValueError(f"widths and counts must be positive, got {found}")
-        if d_head is None and d_model % n_heads:
-            found = f"{d_model=}, {n_heads=}"
-            raise ValueError(f"d_model must be a multiple of n_heads, got {found}")
-        width = n_heads * (d_head or d_model // n_heads)
+        width = n_heads * head_width(d_model, n_heads, d_head)
         self.n_heads, self.attend = n_heads, attend
         self.qkv = nn.Linear(d_model, 3 * width, bias=bias)
         self.out = nn.Linear(width, d_model, bias=bias)
-
-    def project(self, x: Tensor, context: Tensor | None = None) -> list[Tensor]:
-        """Queries of x, keys and values of context (of x without one).
-
-        Args:
-            x: (..., T, C).
-            context: (..., S, C).
-
-        Returns:
-            q (..., H, T, D), k and v (..., H, S, D).
-        """
-        if context is None:
-            parts = self.qkv(x).chunk(3, dim=-1)
-        else:
-            weights = self.qkv.weight.chunk(3)
-            biases = [None] * 3 if self.qkv.bias is None else self.qkv.bias.chunk(3)
-            inputs = (x, context, context)
-            parts = map(F.linear, inputs, weights, biases)
-        return [split_heads(part, self.n_heads) for part in parts]
 
     def forward(
         self,
@@ -318,10 +340,8 @@ class MultiHeadAttention(nn.Module):
         Returns:
             (..., T, C).
         """
-        if mask is not None and mask.dim() == x.dim() > 2:
-            found = f"{tuple(mask.shape)=}"
-            raise ValueError(f"mask needs a heads dimension, (B, 1, T, S), got {found}")
-        q, k, v = self.project(x, context)
+        check_mask_heads(mask, x, context)
+        q, k, v = project_heads(self.qkv, self.n_heads, x, context)
         if prepare is not None:
             q, k, v, mask = prepare(q, k, v, mask)
         return self.out(merge_heads(self.attend(q, k, v, mask, causal)))
