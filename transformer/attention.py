@@ -38,6 +38,8 @@ def causal_mask(
 def padding_mask(lengths: Tensor, n_keys: int) -> Tensor:
     """Let every query see the first `lengths[b]` keys of sequence b.
 
+    The padding stands at the end; all keys are seen where a length exceeds n_keys.
+
     Args:
         lengths: (B,) integers, the number of real tokens of each sequence.
         n_keys: S, the padded length.
@@ -46,10 +48,11 @@ def padding_mask(lengths: Tensor, n_keys: int) -> Tensor:
         (B, 1, 1, S) bool: it broadcasts over heads and queries.
 
     Raises:
-        ValueError: lengths is not one-dimensional.
+        ValueError: lengths is not a row of integers.
     """
-    if lengths.dim() != 1:
-        raise ValueError(f"lengths must be (B,), got {lengths.shape=}")
+    if lengths.dim() != 1 or lengths.is_floating_point():
+        found = f"{tuple(lengths.shape)} of {lengths.dtype}"
+        raise ValueError(f"lengths must be a row of integers, got {found}")
     places = torch.arange(n_keys, device=lengths.device)
     return (places < lengths[:, None])[:, None, None, :]
 
@@ -194,9 +197,8 @@ def fused_attention(
 ) -> Tensor:
     """Compute what `attention` computes with torch's fused kernels.
 
-    Without a mask, memory is linear in T for T = S and for T = 1, whatever the
-    leading dimensions and also where E ≠ D. With a mask, or causal with other T and S,
-    the mask itself is T × S.
+    On a CPU the memory is linear in T and S for any leading dimensions and any E, but
+    for the masks: causal with a mask, or with 1 < T ≠ S, builds one of T × S.
 
     Args, Returns, Raises: as `attention`.
     """
@@ -332,13 +334,18 @@ class MultiHeadAttention(nn.Module):
         Args:
             x: (..., T, C).
             context: (..., S, C), where keys and values come from; x by default.
-            mask: (T, S) or (..., H or 1, T or 1, S) bool, True where a token may look.
-            causal: Let each token see its own position and earlier ones.
+            mask: (T, S) or (B, H or 1, T or 1, S) bool, True where a token may look.
+            causal: Let each token see its own position and earlier ones; the last
+                token stands at the last key, also where a context is given.
             prepare: Called as prepare(q, k, v, mask) and gives the four that are used;
                 a rotation or a cache goes here.
 
         Returns:
             (..., T, C).
+
+        Raises:
+            TypeError: The mask is not bool.
+            ValueError: Widths or the shape of the mask do not fit.
         """
         check_mask_heads(mask, x, context)
         q, k, v = project_heads(self.qkv, self.n_heads, x, context)
