@@ -532,9 +532,12 @@ def test_wrong_input_is_refused_in_one_line(attend, shapes, mask, error, message
             attention_weights(q, k, mask)
 
 
-@pytest.mark.parametrize("lengths", [torch.tensor(3), torch.ones(2, 2).long()])
+@pytest.mark.parametrize(
+    "lengths", [torch.tensor(3), torch.ones(2, 2).long(), torch.ones(2)], ids=str
+)
 def test_padding_mask_refuses_other_lengths(lengths):
-    with pytest.raises(ValueError, match=r"lengths must be \(B,\), got lengths.shape="):
+    found = re.escape(f"got {tuple(lengths.shape)} of {lengths.dtype}")
+    with pytest.raises(ValueError, match=f"lengths must be a row of integers, {found}"):
         padding_mask(lengths, 4)
 
 
