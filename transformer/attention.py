@@ -183,7 +183,8 @@ def attention(
 def fold(x: Tensor, lead: tuple[int, ...], width: int = 0) -> Tensor:
     """x (..., H, T, D) as (N, H, T, max(D, width)): zeros are appended to features.
 
-    Views where possible; a copy only to pad, or to put features side by side.
+    A view unless features must be padded or put side by side, or several leading
+    dimensions broadcast.
     """
     x = x[(None,) * (3 - x.dim())]
     x = x.expand(*lead, *x.shape[-3:]).reshape(math.prod(lead), *x.shape[-3:])
