@@ -12,6 +12,7 @@ from torch import nn
 from transformer import sources
 from transformer.experiments import (
     VERDICTS,
+    Difference,
     bench_model,
     byte_data,
     claims,
@@ -362,6 +363,74 @@ def test_verdict_is_one_line(capsys):
     verdict("MHA-9", "wrong", "4 heads and 16 take the same time")
     printed = "MHA-9: wrong - 4 heads and 16 take the same time\n"
     assert capsys.readouterr() == (printed, "")
+
+
+@pytest.mark.parametrize(
+    "effect, more, line",
+    [
+        (
+            Difference(0.37, 0.35, 0.4, 0.03, 5),
+            {"unit": "nats/byte"},
+            "+0.370 nats/byte [+0.350, +0.400], 5 seeds, cpu",
+        ),
+        (
+            Difference(-0.004, -0.02, 0.012, 0.03, 8),
+            {},
+            "-0.004 [-0.020, +0.012], 8 seeds, cpu",
+        ),
+        (
+            Difference(1234.4, 1000.6, 1468.2, 300.0, 3),
+            {"unit": "ms", "seeds": 1, "device": "NVIDIA H200"},
+            "+1234 ms [+1001, +1468], 1 seed, NVIDIA H200",
+        ),
+        (Difference(0.0, 0.0, 0.0, 0.0, 5), {}, "+0 [+0, +0], 5 seeds, cpu"),
+        (
+            Difference(0.37, 0.37, 0.37, 0.0, 5),
+            {},
+            "+0.3700 [+0.3700, +0.3700], 5 seeds, cpu",
+        ),
+        (
+            Difference(-1e-9, -0.02, 0.02, 0.03, 5),
+            {},
+            "+0.000 [-0.020, +0.020], 5 seeds, cpu",
+        ),
+        ("exact", {}, "exact, cpu"),
+        ("one, two or three", {"seeds": 10}, "one, two or three, 10 seeds, cpu"),
+    ],
+)
+def test_verdict_prints_its_effect(effect, more, line, capsys):
+    verdict("MHA-9", "wrong", "so", effect=effect, **more)
+    assert capsys.readouterr().out == f"MHA-9: wrong - so\n  effect {line}\n"
+
+
+FOUND = Difference(0.37, 0.35, 0.4, 0.03, 5)
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ({"effect": 0.37}, "effect must be a Difference or one line, got effect=0.37"),
+        ({"effect": (0.3, 0.2, 0.4)}, "effect must be a Difference or one line"),
+        ({"effect": " "}, "effect must be a Difference or one line, got effect=' '"),
+        ({"effect": "a\nb"}, "effect must be a Difference or one line"),
+        ({"effect": "4 ms", "unit": "ms"}, "holds its own unit, got unit='ms'"),
+        ({"effect": FOUND._replace(high=math.nan)}, "within its finite interval"),
+        ({"effect": FOUND._replace(high=math.inf)}, "within its finite interval"),
+        ({"effect": FOUND._replace(low=0.38)}, "within its finite interval"),
+        ({"effect": FOUND, "seeds": 0}, "whole number from 1, got seeds=0"),
+        ({"effect": FOUND, "seeds": 2.5}, "whole number from 1, got seeds=2.5"),
+        ({"effect": FOUND, "device": ""}, "a name without commas, got device=''"),
+        ({"effect": FOUND, "device": "a, b"}, "a name without commas"),
+        ({"seeds": 5}, "belong to an effect, got unit='', seeds=5, device='cpu'"),
+        ({"unit": "ms"}, "belong to an effect"),
+        ({"device": "cuda"}, "belong to an effect"),
+    ],
+)
+def test_careless_effect_is_refused(more, message, capsys):
+    with pytest.raises(ValueError, match=message) as caught:
+        verdict("MHA-9", "wrong", "so", **more)
+    assert "\n" not in str(caught.value)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(

@@ -412,18 +412,69 @@ VERDICTS = (
 )
 
 
-def claims() -> dict[str, dict[str, str]]:
-    """The source document's claims by id: in Chinese, in English, what papers found."""
+def claims() -> dict[str, dict]:
+    """The source document's claims by id: in both languages, what papers found."""
     ledger = resources.files("transformer") / "claims.json"
     return json.loads(ledger.read_text(encoding="utf-8"))
 
+# %% ../chapters/00_experiments.ipynb #_effect_line
+def _rounded(effect: Difference) -> str:
+    """Mean and 95 % interval, to two digits of half the interval's width."""
+    finite = all(map(math.isfinite, effect[:3]))
+    if not finite or not effect.low <= effect.mean <= effect.high:
+        raise ValueError(f"effect must lie within its finite interval, got {effect=}")
+    fine = max((effect.high - effect.low) / 2, abs(effect.mean) / 100)
+    places = max(0, 1 - math.floor(math.log10(fine))) if fine else 0
+    mean, low, high = (f"{round(x, places) + 0.0:+.{places}f}" for x in effect[:3])
+    return f"{mean} [{low}, {high}]"
+
+
+def _effect_line(effect, unit: str, seeds: int | None, device: str) -> str:
+    """What was found, how often it was repeated, and where."""
+    if isinstance(effect, Difference):
+        seeds = effect.n if seeds is None else seeds
+        mean, interval = _rounded(effect).split(" ", 1)
+        effect = " ".join(filter(None, (mean, unit, interval)))
+    elif not isinstance(effect, str) or not effect.strip() or "\n" in effect:
+        raise ValueError(f"effect must be a Difference or one line, got {effect=}")
+    elif unit:
+        raise ValueError(f"an effect in words holds its own unit, got {unit=}")
+    if seeds is not None and (not isinstance(seeds, int) or seeds < 1):
+        raise ValueError(f"seeds must be a whole number from 1, got {seeds=}")
+    if not device.strip() or set(device) & set(",\n"):
+        raise ValueError(f"device must be a name without commas, got {device=}")
+    repeated = [] if seeds is None else [f"{seeds} seed{'s' * (seeds > 1)}"]
+    return ", ".join([f"  effect {effect}", *repeated, device])
+
 # %% ../chapters/00_experiments.ipynb #verdict
-def verdict(claim_id: str, word: str, because: str) -> None:
-    """Print the verdict on a claim in one line: `MHA-9: wrong - because`.
+def verdict(
+    claim_id: str,
+    word: str,
+    because: str,
+    *,
+    effect: Difference | str | None = None,
+    unit: str = "",
+    seeds: int | None = None,
+    device: str = "cpu",
+) -> None:
+    """Print the verdict on a claim, `MHA-9: wrong - because`, and below it the effect.
+
+    The second line reads `  effect +0.371 nats/byte [+0.350, +0.399], 5 seeds, cpu`.
+
+    Args:
+        claim_id: As in `claims`.
+        word: One of VERDICTS.
+        because: The reason, on one line.
+        effect: What carries the verdict: a paired difference, or a few words such as
+            "at most 1e-12 apart" where nothing was repeated.
+        unit: Of a paired difference.
+        seeds: How often it was repeated; as the difference says by default.
+        device: Where it was measured.
 
     Raises:
-        ValueError: The id is not in the ledger, the word is none of VERDICTS, or the
-            reason is empty or longer than a line.
+        ValueError: The id is not in the ledger, the word is none of VERDICTS, the
+            reason or the effect is not one line, or an argument does not fit the
+            effect.
     """
     if claim_id not in claims():
         raise ValueError(f"no such claim in transformer/claims.json, got {claim_id=}")
@@ -431,4 +482,10 @@ def verdict(claim_id: str, word: str, because: str) -> None:
         raise ValueError(f"word must be one of {', '.join(VERDICTS)}, got {word=}")
     if not because.strip() or "\n" in because:
         raise ValueError(f"because must be one line that says why, got {because=}")
-    print(f"{claim_id}: {word} - {because}")
+    printed = [f"{claim_id}: {word} - {because}"]
+    if effect is not None:
+        printed.append(_effect_line(effect, unit, seeds, device))
+    elif unit or seeds is not None or device != "cpu":
+        found = f"{unit=}, {seeds=}, {device=}"
+        raise ValueError(f"unit, seeds and device belong to an effect, got {found}")
+    print(*printed, sep="\n")
