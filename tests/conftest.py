@@ -1,13 +1,73 @@
-"""What all tests need before the first of them is imported.
+"""What all tests need before the first of them is imported, and what they measure.
 
 Tests import the benchmarks as they import one another: by their file's name. And
 setuptools comes before anything that imports distutils: torch.compile imports it late,
 and it refuses to load once the standard library's distutils is there.
 """
 
+import json
 import sys
 from pathlib import Path
 
+import pytest
 import setuptools  # noqa: F401
+import torch
+from measured import Conformance, pairs, write
+from torch.testing import assert_close
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+FOUND = pytest.StashKey[Conformance]()
+
+
+class Conform:
+    """Compare with a reference and keep the largest error for the conformance page.
+
+    `column` is forward, gradient, mask, dtype, ragged, compile or cached; `reference`
+    is a name like torch.nn.GELU, whose package's version is noted, or words such as
+    "loops in float64". An expected tensor may be more exact than the actual one:
+    float64. `record` keeps the error of what another assertion has compared.
+    """
+
+    def __init__(self, found: Conformance):
+        self.record = found.record
+
+    def __call__(
+        self, component, column, actual, expected, *, reference, rtol=0.0, atol
+    ) -> None:
+        for mine, theirs in pairs(actual, expected):
+            same = theirs.dtype != torch.float64  # else compared in float64
+            assert_close(mine, theirs, rtol=rtol, atol=atol, check_dtype=same)
+        self.record(component, column, actual, expected, reference=reference)
+
+
+@pytest.fixture
+def conform(pytestconfig) -> Conform:
+    """`conform(component, column, actual, expected, reference=…, atol=…)`."""
+    return Conform(pytestconfig.stash[FOUND])
+
+
+def pytest_addoption(parser) -> None:
+    """Name the file that takes what was measured."""
+    parser.addoption("--measured", help="write the largest errors to this file")
+
+
+def pytest_configure(config) -> None:
+    """Start with nothing found."""
+    config.stash[FOUND] = Conformance()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    """Take in what a worker of pytest-xdist found."""
+    sent = getattr(node, "workeroutput", {}).get("conformance", "{}")
+    node.config.stash[FOUND].merge(json.loads(sent))
+
+
+def pytest_sessionfinish(session, exitstatus) -> None:
+    """Send what a worker found to its controller; write it down if all tests passed."""
+    found, config = session.config.stash[FOUND].found, session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["conformance"] = json.dumps(found)
+    elif exitstatus == 0 and (path := config.getoption("measured")):
+        write(Path(path), found)

@@ -18,7 +18,7 @@ import tokenize
 from pathlib import Path
 from statistics import median, quantiles
 
-ASSERTS = re.compile(r"(^|_)(assert|raises|warns|check|gradcheck|fails?)(_|$)")
+ASSERTS = re.compile(r"(^|_)(assert|raises|warns|check|gradcheck|conform|fails?)(_|$)")
 Notebook = dict
 RANDOM_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f-]+)?")
 DIRECTIVE = re.compile(r"^\s*#\s*\|\s*(\w+)\s*(.*?)\s*$")
