@@ -112,12 +112,16 @@ def test_case_02_all_variants_agree():
 
 
 @each_attend
-def test_case_02_mask_means_what_an_added_mask_of_zeros_and_infinities_means(attend):
+def test_case_02_mask_means_what_an_added_mask_of_zeros_and_infinities_means(
+    attend, conform
+):
     q, k, v = draw(*[(1, 2, 6, 4)] * 3)
     keep = torch.rand(6, 6) < 0.5
     keep.fill_diagonal_(True)
     added = torch.zeros(6, 6, dtype=q.dtype).masked_fill(~keep, -torch.inf)
-    assert_close(attend(q, k, v, keep), F.scaled_dot_product_attention(q, k, v, added))
+    want = F.scaled_dot_product_attention(q, k, v, added)
+    how = {"reference": "torch.nn.functional.scaled_dot_product_attention"}
+    conform(attend.__name__, "mask", attend(q, k, v, keep), want, **how, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.uint8], ids=str)
@@ -152,12 +156,14 @@ def test_case_03_last_query_stands_at_the_last_key(attend, lengths, matrix, devi
 
 
 @each_attend
-def test_case_03_one_token_at_a_time_equals_all_at_once(attend):
+def test_case_03_one_token_at_a_time_equals_all_at_once(attend, conform):
     q, k, v = draw(*[(2, 2, 5, 4)] * 3)
     whole = attend(q, k, v, causal=True)
     for t in range(5):
         seen = (q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1])
-        assert_close(attend(*seen, causal=True), whole[:, :, t : t + 1])
+        got, want = attend(*seen, causal=True), whole[:, :, t : t + 1]
+        how = {"reference": "itself, all tokens at once", "atol": 1e-10}
+        conform(attend.__name__, "cached", got, want, **how)
 
 
 @each_device
@@ -247,7 +253,7 @@ def test_case_05_first_token_never_sees_the_second(attend):
 
 @each_device
 @each_attend
-def test_case_05_module_equals_torchs_with_the_same_weights(attend, device):
+def test_case_05_module_equals_torchs_with_the_same_weights(attend, device, conform):
     torch.manual_seed(0)
     mine = MultiHeadAttention(12, 3, attend=attend).to(device, torch.float64)
     theirs = nn.MultiheadAttention(12, 3, bias=False, batch_first=True).to(
@@ -258,6 +264,7 @@ def test_case_05_module_equals_torchs_with_the_same_weights(attend, device):
         theirs.out_proj.weight.copy_(mine.out.weight)
     (x,) = draw((2, 5, 12), device=device)
     want, weights = theirs(x, x, x, average_attn_weights=False)
-    assert_close(mine(x), want, rtol=0, atol=1e-10)
+    how = {"reference": "torch.nn.MultiheadAttention", "atol": 1e-10}
+    conform("MultiHeadAttention", "forward", mine(x), want, **how)
     q, k, _ = project_heads(mine.qkv, 3, x)
-    assert_close(attention_weights(q, k), weights, rtol=0, atol=1e-10)
+    conform("attention_weights", "forward", attention_weights(q, k), weights, **how)

@@ -62,6 +62,7 @@ SHAPES = {  # of q, of k, and E
     "more keys than a tile": ((1, 1, 2, 8), (1, 1, 130, 8), 8),
 }
 MASKS = ["none", "causal", "any", "any, causal", "keys", "queries", "shared", "nothing"]
+LOOPS = "loops in float64"
 
 
 def make_inputs(shape: str, dtype=torch.float64, device="cpu", seed=0):
@@ -97,7 +98,7 @@ def make_mask(q, k, kind: str):
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("shape", SHAPES)
 @each_attend
-def test_values_and_gradients_equal_loops(attend, shape, kind, dtype, device):
+def test_values_and_gradients_equal_loops(attend, shape, kind, dtype, device, conform):
     *inputs, upstream = make_inputs(shape, dtype, device)
     mask, causal = make_mask(*inputs[:2], kind)
     doubles = [x.cpu().double() for x in inputs]
@@ -111,6 +112,27 @@ def test_values_and_gradients_equal_loops(attend, shape, kind, dtype, device):
     )
     assert got[0].dtype == dtype
     assert_as_exact(got, exact, *peers)
+    column = "forward" if kind == "none" else "mask"
+    name = attend.__name__
+    conform.record(name, column, got[0], exact[0], reference=LOOPS)
+    conform.record(name, "gradient", got[1:], exact[1:], reference=LOOPS)
+
+
+@each_device
+@pytest.mark.parametrize("kind", ["none", "causal", "any", "any, causal"])
+@pytest.mark.parametrize("shape", SHAPES)
+@each_attend
+def test_values_and_gradients_equal_torchs(attend, shape, kind, device, conform):
+    *inputs, upstream = make_inputs(shape, device=device)
+    mask, causal = make_mask(*inputs[:2], kind)
+    got, want = (
+        with_gradients(lambda *x: f(*x, mask, causal), inputs, upstream)  # noqa: B023
+        for f in (attend, torchs)
+    )
+    column, how = "forward" if kind == "none" else "mask", {"atol": 1e-10}
+    how["reference"] = "torch.nn.functional.scaled_dot_product_attention"
+    conform(attend.__name__, column, got[0], want[0], **how)
+    conform(attend.__name__, "gradient", got[1:], want[1:], **how)
 
 
 @each_device
@@ -118,7 +140,9 @@ def test_values_and_gradients_equal_loops(attend, shape, kind, dtype, device):
 @pytest.mark.parametrize("kind", ["none", "causal", "any", "any, causal"])
 @pytest.mark.parametrize("shape", SHAPES)
 @each_attend
-def test_half_precision_is_as_exact_as_its_peers(attend, shape, kind, dtype, device):
+def test_half_precision_is_as_exact_as_its_peers(
+    attend, shape, kind, dtype, device, conform
+):
     functions = [plain, attend, plain, *[torchs] * (attend is fused_attention)]
     found = [[] for _ in functions]  # the first in float64: equals loops, see above
     for seed in range(8):
@@ -131,12 +155,13 @@ def test_half_precision_is_as_exact_as_its_peers(attend, shape, kind, dtype, dev
     exact, got, *peers = ([torch.stack(x) for x in zip(*f)] for f in found)  # noqa: B905
     assert got[0].dtype == dtype
     assert_as_exact(got, exact, *peers)
+    conform.record(attend.__name__, "dtype", got, exact, reference="formula in float64")
 
 
 @each_dtype
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_weights_equal_loops_in_float64(shape, kind, dtype):
+def test_weights_equal_loops_in_float64(shape, kind, dtype, conform):
     q, k, v, _ = make_inputs(shape, dtype)
     mask, causal = make_mask(q, k, kind)
     got = attention_weights(q, k, mask, causal)
@@ -144,6 +169,9 @@ def test_weights_equal_loops_in_float64(shape, kind, dtype):
     # the plain formula with the identity as values gives its weights
     itself = torch.eye(k.size(-2), dtype=dtype).expand(*k.shape[:-1], -1)
     assert_as_exact([got], [exact], [plain(q, k, itself, mask, causal)])
+    column = "forward" if kind == "none" else "mask"
+    column = "dtype" if dtype in HALF else column
+    conform.record("attention_weights", column, got, exact, reference=LOOPS)
     sums = got.double().sum(-1)
     assert_close(sums, exact.sum(-1).round(), rtol=0, atol=8 * torch.finfo(dtype).eps)
 
@@ -389,11 +417,12 @@ def test_padding_mask_shows_the_first_keys(device):
 
 
 @each_attend
-def test_padding_does_not_change_the_real_tokens(attend):
+def test_padding_does_not_change_the_real_tokens(attend, conform):
     q, k, v, _ = make_inputs("self")
     out = attend(q, k, v, padding_mask(torch.tensor([2, 4]), 4), causal=True)
     short = attend(*(x[:1, :, :2] for x in (q, k, v)), causal=True)
-    assert_close(out[:1, :, :2], short)
+    how = {"reference": "itself without padding", "atol": 1e-10}
+    conform(attend.__name__, "ragged", out[:1, :, :2], short, **how)
 
 
 def test_shared_heads_are_repeated_in_order():
@@ -594,7 +623,7 @@ def test_autocast_is_as_exact_as_its_dtype(attend, dtype, device):
 
 
 @each_attend
-def test_compiles_into_one_graph(attend):
+def test_compiles_into_one_graph(attend, conform):
     q, k, v, upstream = make_inputs("grouped", torch.float32)
     mask, _ = make_mask(q, k, "any")
     torch.compiler.reset()
@@ -603,6 +632,6 @@ def test_compiles_into_one_graph(attend):
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
         got = with_gradients(compiled, [q, k, v], upstream)
         want = with_gradients(run, [q, k, v], upstream)
-        for mine, theirs in zip(got, want, strict=True):
-            assert_close(mine, theirs)
+        of = {"reference": "itself uncompiled", "rtol": 1e-6, "atol": 1e-5}
+        conform(attend.__name__, "compile", got, want, **of)
     torch.compiler.reset()

@@ -23,6 +23,7 @@ from transformer.attention import (
 )
 from transformer.sources import weights_path
 
+BERT = "transformers.models.bert.modeling_bert.Bert"
 SENTENCE = "the old dog did not cross the street because it was too tired ."
 each_device = pytest.mark.parametrize("device", DEVICES)
 
@@ -93,13 +94,15 @@ def to(device: str, x: torch.Tensor | None) -> torch.Tensor | None:
     "attend", [attention, fused_attention], ids=lambda f: f.__name__
 )
 @torch.no_grad()
-def test_outputs_equal_transformers(hidden, theirs, attend, kept, device):
+def test_outputs_equal_transformers(hidden, theirs, attend, kept, device, conform):
     mask, added = masks(kept, hidden.size(1))
     heads = theirs.self(hidden, attention_mask=added)[0]  # before W_O
     want = theirs.output.dense(heads)
     module = ours(attend).to(device)
     got = module(to(device, hidden), mask=to(device, mask)).cpu()
-    assert_close(got, want, rtol=0, atol=1e-5)
+    column = "forward" if kept is None else "ragged"
+    how = {"reference": f"{BERT}Attention, weights of all-MiniLM-L6-v2", "atol": 1e-5}
+    conform("MultiHeadAttention", column, got, want, **how)
     module.out = torch.nn.Identity()
     got_heads = module(to(device, hidden), mask=to(device, mask)).cpu()
     assert_close(got_heads, heads, rtol=0, atol=1e-5)
@@ -113,7 +116,7 @@ def test_outputs_equal_transformers(hidden, theirs, attend, kept, device):
 @pytest.mark.parametrize("kept", [None, 10])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @torch.no_grad()
-def test_weights_equal_transformers(hidden, theirs, kept, dtype, device):
+def test_weights_equal_transformers(hidden, theirs, kept, dtype, device, conform):
     if (dtype, device) == (torch.float32, "cuda"):
         pytest.skip("float32 sums on two devices are 1e-6 apart: float64 compares them")
     mask, added = masks(kept, hidden.size(1))
@@ -123,7 +126,9 @@ def test_weights_equal_transformers(hidden, theirs, kept, dtype, device):
     q, k, _ = project_heads(layer.qkv, 12, to(device, hidden))
     got = attention_weights(q, k, to(device, mask)).cpu()
     assert got.shape == (1, 12, hidden.size(1), hidden.size(1))
-    assert_close(got, want, rtol=0, atol=1e-6)
+    column = "forward" if kept is None else "ragged"
+    how = {"reference": f"{BERT}SelfAttention, weights of all-MiniLM-L6-v2"}
+    conform("attention_weights", column, got, want, **how, atol=1e-6)
 
 
 @torch.no_grad()

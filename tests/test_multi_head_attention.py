@@ -104,12 +104,14 @@ def make_mask(module, x, context, kind: str):
 
 # --- values and gradients --------------------------------------------------------
 
+HEAD_BY_HEAD = {"reference": "loops in float64, head by head", "atol": 1e-10}
+
 
 @pytest.mark.parametrize("kind", ["none", "causal", "heads", "one for all", "rows"])
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("name", MODULES)
 @each_attend
-def test_equals_heads_one_by_one(attend, name, inputs, kind):
+def test_equals_heads_one_by_one(attend, name, inputs, kind, conform):
     module = make_module(name, attend)
     x, context = make_inputs(module, inputs)
     mask, causal = make_mask(module, x, context, kind)
@@ -118,12 +120,12 @@ def test_equals_heads_one_by_one(attend, name, inputs, kind):
         leaf.requires_grad_()
     got = module(x, context, mask=mask, causal=causal)
     want = head_by_head(module, x, context, mask, causal)
-    assert_close(got, want, rtol=0, atol=1e-10)
+    column = "forward" if kind == "none" else "mask"
+    conform("MultiHeadAttention", column, got, want, **HEAD_BY_HEAD)
     upstream = torch.randn_like(got)
     slopes = torch.autograd.grad(got, leaves, upstream)
     expected = torch.autograd.grad(want, leaves, upstream)
-    for mine, theirs in zip(slopes, expected, strict=True):
-        assert_close(mine, theirs, rtol=0, atol=1e-10)
+    conform("MultiHeadAttention", "gradient", slopes, expected, **HEAD_BY_HEAD)
 
 
 def copy_to_torch(module) -> nn.MultiheadAttention:
@@ -142,7 +144,9 @@ def copy_to_torch(module) -> nn.MultiheadAttention:
 @pytest.mark.parametrize("inputs", ["self", "one token", "no batch", "context"])
 @pytest.mark.parametrize("name", ["plain", "biased", "one head", "a head a feature"])
 @each_attend
-def test_equals_torchs_module_with_the_same_weights(attend, name, inputs, kind, device):
+def test_equals_torchs_module_with_the_same_weights(
+    attend, name, inputs, kind, device, conform
+):
     module = make_module(name, attend).to(device)
     theirs = copy_to_torch(module)
     x, context = (y if y is None else y.to(device) for y in make_inputs(module, inputs))
@@ -159,13 +163,15 @@ def test_equals_torchs_module_with_the_same_weights(attend, name, inputs, kind, 
             mask = causal_mask(x.size(-2), seen.size(-2))
         mask = mask.to(device)
         how = {"attn_mask": ~mask}
-    got = [module(x, context, mask=mask)]
-    want = [theirs(x, seen, seen, need_weights=False, **how)[0]]
-    upstream = torch.randn_like(got[0])
-    got += torch.autograd.grad(got[0], list(module.parameters()), upstream)
-    want += torch.autograd.grad(want[0], list(theirs.parameters()), upstream)
-    for mine, other in zip(got, want, strict=True):
-        assert_close(mine, other, rtol=0, atol=1e-10)
+    got = module(x, context, mask=mask)
+    want = theirs(x, seen, seen, need_weights=False, **how)[0]
+    upstream = torch.randn_like(got)
+    slopes = torch.autograd.grad(got, list(module.parameters()), upstream)
+    expected = torch.autograd.grad(want, list(theirs.parameters()), upstream)
+    column = "forward" if mask is None else "ragged" if kind == "padding" else "mask"
+    to = {"reference": "torch.nn.MultiheadAttention", "atol": 1e-10}
+    conform("MultiHeadAttention", column, got, want, **to)
+    conform("MultiHeadAttention", "gradient", slopes, expected, **to)
 
 
 @each_attend
@@ -188,7 +194,9 @@ def test_gradcheck(attend):
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("inputs", ["self", "context"])
 @each_attend
-def test_low_precision_is_as_exact_as_the_formula(attend, inputs, dtype, device):
+def test_low_precision_is_as_exact_as_the_formula(
+    attend, inputs, dtype, device, conform
+):
     torch.manual_seed(0)
     module = MultiHeadAttention(64, 4, bias=True, attend=attend).to(device, dtype)
     formula = copy.deepcopy(module)
@@ -208,6 +216,8 @@ def test_low_precision_is_as_exact_as_the_formula(attend, inputs, dtype, device)
         found.append([out, y.grad, *(p.grad for p in one.parameters())])
     assert found[0][0].dtype == dtype
     assert_as_exact(*found)
+    to = {"reference": "formula in float64"}
+    conform.record("MultiHeadAttention", "dtype", *found[:2], **to)
 
 
 # --- its parts ------------------------------------------------------------------
@@ -306,12 +316,14 @@ class Cache:
 
 @each_attend
 @pytest.mark.parametrize("pieces", [(1, 1, 1, 1, 1), (3, 2), (2, 1, 2)], ids=str)
-def test_pieces_with_a_cache_equal_the_whole(attend, pieces):
+def test_pieces_with_a_cache_equal_the_whole(attend, pieces, conform):
     module = make_module("biased", attend)
     x = torch.randn(2, 5, 12, dtype=torch.float64)
     cache = Cache()
     parts = [module(y, causal=True, prepare=cache) for y in x.split(pieces, 1)]
-    assert_close(torch.cat(parts, 1), module(x, causal=True))
+    got, whole = torch.cat(parts, 1), module(x, causal=True)
+    to = {"reference": "itself, all tokens at once", "atol": 1e-10}
+    conform("MultiHeadAttention", "cached", got, whole, **to)
 
 
 # --- what follows from the formula --------------------------------------------------
@@ -554,7 +566,7 @@ def test_autocast_is_as_exact_as_the_formula(attend, dtype, device):
 
 
 @each_device
-def test_compiles_into_one_graph(device):
+def test_compiles_into_one_graph(device, conform):
     module = make_module("biased", dtype=torch.float32).to(device)
     x, context = (y.to(device) for y in make_inputs(module, "context"))
     mask = padding_mask(torch.tensor([2, 5], device=device), 5)
@@ -573,5 +585,5 @@ def test_compiles_into_one_graph(device):
         slopes = torch.autograd.grad(out.square().sum(), list(module.parameters()))
         results.append([out, *slopes])
     torch.compiler.reset()
-    for compiled, eager in zip(*results, strict=True):
-        assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
+    to = {"reference": "itself uncompiled", "rtol": 1e-4, "atol": 1e-4}
+    conform("MultiHeadAttention", "compile", *results, **to)
