@@ -6,7 +6,9 @@ The file on disk, the download button and Colab keep every line. On the page
   that entry gets a link back to the section which holds the cell;
 - the cell that installs on Colab is folded;
 - a widget is preceded by a picture of its first state, which the style sheet
-  hides once the widget is drawn.
+  hides once the widget is drawn;
+- each code cell can be linked to, and a figure links to the cell that draws it;
+- the page knows the minutes it takes to read, from which reading.js counts down.
 """
 
 from __future__ import annotations
@@ -95,6 +97,12 @@ def words_in_figure(cell: dict) -> str | None:
     return None
 
 
+def name_fold(metadata: dict, words: str) -> None:
+    """Say what opens when the folded code of a cell is opened."""
+    prompts = {"code_prompt_show": f"Show {words}", "code_prompt_hide": f"Hide {words}"}
+    metadata.setdefault("mystnb", {}).update(prompts)
+
+
 def mark(cell: dict, notebook: dict, module: str | None) -> str | None:
     """Turn the directives of one code cell into tags and metadata for the page.
 
@@ -105,16 +113,15 @@ def mark(cell: dict, notebook: dict, module: str | None) -> str | None:
     module = directives.get("default_exp", module)
     cell["source"] = code.splitlines(keepends=True)
     metadata = cell["metadata"]
+    metadata["anchor"] = f"cell-{cell['id']}" if "id" in cell else None
     tags = metadata.setdefault("tags", [])
     if not code.strip() or {"hide", "default_exp"} & directives.keys():
         tags.append("remove-cell")
     elif '"google.colab" in sys.modules' in code:
         tags.append("hide-input")
-        prompt = "what this cell installs on Colab"
-        metadata["mystnb"] = {
-            "code_prompt_show": f"Show {prompt}",
-            "code_prompt_hide": f"Hide {prompt}",
-        }
+        name_fold(metadata, "what this cell installs on Colab")
+    elif "hide-input" in tags and "def check_" in code:
+        name_fold(metadata, "the checker")
     for kind in ("export", "exporti", "exports"):
         if kind in directives:
             to = f"{PACKAGE}.{directives[kind] or module}"
@@ -209,14 +216,31 @@ def badge(module: str, target: str, kind: str) -> nodes.container:
     return nodes.container("", words, classes=["export-badge"])
 
 
+def draws_figure(cell: nodes.container) -> bool:
+    """Whether the outputs of a cell hold a figure or a widget."""
+    drawn = any(True for _ in cell.findall(nodes.image))
+    return drawn or any(WIDGET_VIEW in raw.astext() for raw in cell.findall(nodes.raw))
+
+
+def link_to_cell(anchor: str) -> nodes.container:
+    """A line below a figure that leads to the cell which draws it."""
+    link = nodes.reference("", "the cell that draws this", refid=anchor, internal=True)
+    words = nodes.paragraph("", "", link)
+    return nodes.container("", words, classes=["figure-link"])
+
+
 class CellMarks(SphinxTransform):
-    """Put the badges and the pictures on the page."""
+    """Put the anchors, the badges, the pictures and their links on the page."""
 
     default_priority = 400
 
     def apply(self, **kwargs) -> None:
-        for cell in self.document.findall(nodes.container):
+        for cell in list(self.document.findall(nodes.container)):
             metadata = cell.get("cell_metadata") or {}
+            if anchor := metadata.get("anchor"):
+                cell["ids"].append(anchor)
+                if draws_figure(cell):
+                    cell.append(link_to_cell(anchor))
             if "module" in metadata:
                 cell.insert(0, badge(metadata["module"], *metadata["entry"]))
             if "picture" in metadata:
@@ -266,6 +290,15 @@ def drop_unused_scripts(app, pagename, templatename, context, doctree) -> None:
     context["script_files"] = [s for s in context["script_files"] if wanted(s)]
 
 
+def describe_reading(app, pagename, templatename, context, doctree) -> None:
+    """Name the table of contents of a chapter and say how long it takes to read."""
+    root = Path(app.srcdir)
+    if (root / f"{pagename}.ipynb").is_file():
+        context["theme_toc_title"] = "In this chapter"
+        tag = f'<meta name="minutes" content="{minutes(root, pagename)}">'
+        context["metatags"] = context.get("metatags", "") + tag
+
+
 def drop_unused_configuration(app, doctree, docname) -> None:
     """Leave out what thebe, which is off, adds to the end of every page."""
     for raw in list(doctree.findall(nodes.raw)):
@@ -281,4 +314,5 @@ def setup(app: Sphinx) -> dict:
     app.connect("autodoc-process-docstring", link_back, priority=900)
     app.connect("doctree-resolved", drop_unused_configuration, priority=900)
     app.connect("html-page-context", drop_unused_scripts, priority=900)
+    app.connect("html-page-context", describe_reading)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -59,7 +59,19 @@ def test_cell_without_an_entry_of_its_own_leads_to_the_module(source):
 def test_plain_cell_stays_as_it_is():
     cells = shown(code("x = 1  # | export"))
     assert cells[0]["source"] == ["x = 1  # | export"]
-    assert cells[0]["metadata"] == {"tags": []}
+    assert cells[0]["metadata"] == {"anchor": None, "tags": []}
+
+
+def test_cell_can_be_linked_to_by_its_id():
+    (cell,) = shown(code("x = 1", id="look-here"))
+    assert cell["metadata"]["anchor"] == "cell-look-here"
+
+
+def test_folded_checker_says_what_it_is():
+    folded = code("def check_it(answer):\n    assert answer", id="a")
+    folded["metadata"] = {"tags": ["hide-input"]}
+    (cell,) = shown(folded)
+    assert cell["metadata"]["mystnb"]["code_prompt_show"] == "Show the checker"
 
 
 def test_colab_cell_is_folded():
