@@ -456,8 +456,11 @@ def test_ledger_holds_sixty_claims_in_both_languages():
         assert re.fullmatch(
             r"(MHA|PE|LN|FFN|RES|FA|MQA|SWA|HP|LRD|INF|CON)-\d+[a-d]?", claim_id
         )
-        assert list(claim) == ["zh", "en", "literature", "chapter"]
+        fields = ["zh", "en", "literature", "found", "cite", "chapter"]
+        assert list(claim) == fields
         assert re.search(r"[\u4e00-\u9fff].*。$", claim["zh"])
         assert re.fullmatch(r"[A-Z][^\u4e00-\u9fff]*\.", claim["en"])
         assert claim["literature"] in VERDICTS
+        assert re.fullmatch(r"[A-Z][^\u4e00-\u9fff]*\.", claim["found"])
+        assert claim["cite"]
         assert re.fullmatch(r"\d\d_[a-z_]+", claim["chapter"])
