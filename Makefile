@@ -6,7 +6,7 @@ RUN = .venv/bin/python
 export TORCH
 
 .DEFAULT_GOAL = help
-.PHONY: book test test-gpu run experiments export bench serve clean help
+.PHONY: book test test-gpu measured run experiments export bench serve clean help
 .PHONY: python book-environment test-environment
 
 book: book-environment ## build the site from the stored outputs, print where it lies
@@ -17,6 +17,9 @@ test: python ## run every check: lint, tests, notebooks, book, browser; STAGE=â€
 
 test-gpu: python ## the same tests and notebooks on CUDA, with the Python at hand
 	@$(PYTHON) tools/test_gpu.py
+
+measured: test-environment ## accept what the last `make test` measured, for the book
+	@$(RUN) tools/measured.py accept
 
 run: test-environment ## execute NB=chapters/x.ipynb in place (default: all)
 	@$(RUN) tools/run_notebooks.py $(NB)

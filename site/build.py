@@ -26,6 +26,7 @@ INPUTS = [
     "chapters/*.ipynb",
     "transformer/*.py",
     "site/*.json",
+    "site/measured/*.json",
     "site/*.py",
     "site/styles/*",
 ]

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import setuptools  # noqa: F401
 import torch
-from measured import Conformance, pairs, write
+from conformance import Conformance, pairs
+from measured import facts, write
 from torch.testing import assert_close
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
@@ -70,4 +71,4 @@ def pytest_sessionfinish(session, exitstatus) -> None:
     if hasattr(config, "workeroutput"):
         config.workeroutput["conformance"] = json.dumps(found)
     elif exitstatus == 0 and (path := config.getoption("measured")):
-        write(Path(path), found)
+        write(Path(path), {"facts": facts(), "components": found})

@@ -17,7 +17,8 @@ from small_notebooks import COLAB, ROOT, code, notebook
 # --- make ----------------------------------------------------------------------
 
 
-TARGETS = "book test test-gpu run experiments export bench serve clean help".split()
+TARGETS = "book test test-gpu measured run experiments export bench".split()
+TARGETS += ["serve", "clean", "help"]
 
 
 def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess:

@@ -2,12 +2,14 @@
 
 Like a reader's who opened this one file: nothing else of the repository is there.
 What a library writes to stderr is not compared: warnings differ between machines.
+`--measured FILE` writes what was compared and how long it took, if all went well.
 
-Usage: python tools/check_notebook.py chapters/01_multi_head_attention.ipynb
+Usage: python tools/check_notebook.py NOTEBOOK [--measured FILE]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -16,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import measured
 import pytest
 
 SANITIZE = Path(__file__).resolve().with_name("nbval_sanitize.cfg")
@@ -31,8 +34,8 @@ class Quiet:
             notebook.skip_compare += ("stderr",)
 
 
-def summary(path: Path) -> str:
-    """How many cells with an output are compared, and how many are not."""
+def counts(path: Path) -> dict[str, int]:
+    """How many cells run, and how many of those with an output are compared or not."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     ignored = [
@@ -40,10 +43,8 @@ def summary(path: Path) -> str:
         for cell in code
         if cell["outputs"]
     ]
-    return (
-        f"{len(code)} cells run, {ignored.count(False)} outputs compared, "
-        f"{ignored.count(True)} ignored"
-    )
+    compared = ignored.count(False)
+    return {"cells": len(code), "compared": compared, "ignored": ignored.count(True)}
 
 
 def check(path: Path, timeout: float = TIMEOUT) -> int:
@@ -61,12 +62,19 @@ def check(path: Path, timeout: float = TIMEOUT) -> int:
 
 def main(arguments: list[str]) -> int:
     """Check one notebook; the last line says what was compared and how long it took."""
-    if len(arguments) != 1:
-        sys.exit((__doc__ or "").splitlines()[-1])
-    path, start = Path(arguments[0]), time.perf_counter()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("notebook", type=Path)
+    parser.add_argument("--measured", type=Path, metavar="FILE")
+    wanted = parser.parse_args(arguments)
+    path, start = wanted.notebook, time.perf_counter()
     status = check(path)
     seconds = time.perf_counter() - start
-    print(f"{path.stem}: {summary(path)}, {seconds:.0f} s")
+    found = counts(path)
+    said = "{cells} cells run, {compared} outputs compared, {ignored} ignored"
+    print(f"{path.stem}: {said.format(**found)}, {seconds:.0f} s")
+    if wanted.measured and not status:
+        found |= {"seconds": round(seconds, 1), "facts": measured.facts()}
+        measured.write(wanted.measured, found)
     return status
 
 

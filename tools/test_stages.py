@@ -2,7 +2,10 @@
 
 All stages run, also after one has failed; the exit status is 1 if any did.
 
+What stages measure is written to build/measured and compared by the last of them.
+
 Usage: python tools/test_stages.py [environment] [unit] [notebooks] [book] [browser]
+       [measured]
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import measured as measures
 from environment import check_python
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = str(ROOT / ".venv" / "bin" / "python")
 WHEEL = ROOT / "build" / "wheel-site"  # the installed wheel, alone
+MEASURED = measures.FRESH
 FORMATTED = ("tools", "tests", "site", "benchmarks", "chapters")
 
 
@@ -36,15 +41,34 @@ def environment() -> bool:
     return run(sys.executable, "tools/environment.py", "test")
 
 
+def forget(name: str) -> Path:
+    """Remove what an earlier run measured; the folder for what this one does."""
+    folder = MEASURED / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.with_suffix(".json").unlink(missing_ok=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
 def unit() -> bool:
     """Lint, and the tests of the package and of the repository."""
     folders = [name for name in FORMATTED if (ROOT / name).is_dir()]
     pytest = (PYTHON, "-m", "pytest", "tests", "--ignore=tests/browser")
+    out = forget("tests")
+    report = f"json:{out / 'coverage.json'}"
+    measure = (f"--measured={out / 'conformance.json'}", "--cov=transformer")
+    variables = {"COVERAGE_FILE": str(out / "coverage")}
     steps = [
         run(PYTHON, "-m", "ruff", "check", "."),
         run(PYTHON, "-m", "ruff", "format", "--check", *folders),
-        run(*pytest, "-n2", "--dist=worksteal", "--durations=10"),
+        run(
+            *(*pytest, "-n2", "--dist=worksteal", "--durations=10"),
+            *(*measure, f"--cov-report={report}"),
+            **variables,
+        ),
     ]
+    if steps[-1]:
+        measures.gather_tests(out, out.with_suffix(".json"))
     return all(steps)
 
 
@@ -93,8 +117,10 @@ def imports_wheel() -> bool:
 
 def check_notebook(path: Path) -> bool:
     """One notebook through nbval; its whole report if it fails, one line if not."""
+    script = str(ROOT / "tools" / "check_notebook.py")
+    out = MEASURED / "notebooks" / f"{path.stem}.json"
     done = subprocess.run(
-        [PYTHON, str(ROOT / "tools" / "check_notebook.py"), str(path)],
+        [PYTHON, script, str(path), "--measured", str(out)],
         env=kernel_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -109,11 +135,15 @@ def check_notebook(path: Path) -> bool:
 
 def notebooks() -> bool:
     """Every notebook gives its stored outputs, alone with the wheel, two at a time."""
+    out = forget("notebooks")
     if not (install_wheel() and imports_wheel()):
         return False
     paths = sorted((ROOT / "chapters").glob("*.ipynb"), key=lambda p: -p.stat().st_size)
     with ThreadPoolExecutor(2) as two:
-        return all(list(two.map(check_notebook, paths)))
+        good = all(list(two.map(check_notebook, paths)))
+    if good:
+        measures.gather_notebooks(out, out.with_suffix(".json"))
+    return good
 
 
 def book() -> bool:
@@ -126,12 +156,18 @@ def browser() -> bool:
     return run(PYTHON, "-m", "pytest", "tests/browser")
 
 
+def measured() -> bool:
+    """What is committed for the status and conformance pages still holds."""
+    return not measures.main(["compare"])
+
+
 STAGES: dict[Callable[[], bool], int] = {  # and the seconds that each may take
     environment: 240,
     unit: 480,
     notebooks: 720,
     book: 150,
     browser: 150,
+    measured: 5,
 }
 
 
