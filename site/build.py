@@ -24,6 +24,7 @@ INPUTS = [
     "api/*.md",
     "benchmarks/**/*.md",
     "chapters/*.ipynb",
+    "transformer/*.json",
     "transformer/*.py",
     "site/*.json",
     "site/measured/*.json",
