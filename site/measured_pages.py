@@ -1,0 +1,308 @@
+"""Sphinx extension: the tables of the status and conformance pages.
+
+They are made of site/measured/*.json, which `make test` writes and `make measured`
+accepts; nothing is executed. A page asks for its tables by a line ``% status`` or
+``% conformance``.
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import notebook_pages
+from sphinx.application import Sphinx
+
+COLUMNS = {
+    "forward": "forward",
+    "gradient": "gradient",
+    "mask": "mask",
+    "dtype": "dtype",
+    "ragged": "ragged length",
+    "compile": "compile",
+    "cached": "cached = uncached",
+}
+EMPTY = "–"
+NOTHING = "Nothing is measured yet: `make test` measures, `make measured` accepts.\n"
+Link = Callable[[str], str]  # the address of a page, seen from this one
+
+# --- reading ---------------------------------------------------------------------
+
+
+def stored(root: Path, name: str) -> dict:
+    """What was measured, empty if it was not."""
+    path = root / "site" / "measured" / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def listed(root: Path, folder: str) -> list[str]:
+    """The pages of a folder, in the order of the book."""
+    toc = (root / "_toc.yml").read_text(encoding="utf-8")
+    return re.findall(rf"^[\s-]*file: ({folder}/\w+)", toc, re.M)
+
+
+def public_names(root: Path, module: str) -> list[str]:
+    """What a module exports."""
+    source = (root / "transformer" / f"{module}.py").read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+def title_and_module(path: Path) -> tuple[str, str | None]:
+    """The heading of a notebook, and the module that it exports."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    texts = ["".join(cell["source"]) for cell in cells]
+    title = next(text for text in texts if text.startswith("# ")).splitlines()[0][2:]
+    directives = [notebook_pages.split_directives(text)[0] for text in texts]
+    exported = [found["default_exp"] for found in directives if "default_exp" in found]
+    return title, next(iter(exported), None)
+
+
+# --- words and cells -------------------------------------------------------------
+
+
+def conditions(facts: dict) -> str:
+    """What was measured on, when and with what."""
+    machine = facts["device"] + f", {facts['cores']} cores" * ("cores" in facts)
+    versions = f"Python {facts['python']}, torch {facts['torch']}"
+    return f"{machine}; {facts['date']}; {versions}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds, in minutes where there are many."""
+    if seconds is None:
+        return EMPTY
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def percent(module: dict | None) -> str:
+    """The share of statements that ran; cut, so that 100 % is all of them."""
+    if not module:
+        return EMPTY
+    return f"{100 * module['covered'] // max(1, module['statements'])} %"
+
+
+def element(tag: str, content: str, **attributes: str) -> str:
+    """An HTML element; a trailing _ of a name is dropped."""
+    given = "".join(f' {k.rstrip("_")}="{v}"' for k, v in attributes.items())
+    return f"<{tag}{given}>{content}</{tag}>"
+
+
+def row(tag: str, head: str, cells: Iterable[str], scope: str = "row") -> str:
+    """A row of a table: its head, then its cells."""
+    rest = [
+        element(tag, cell, **({"scope": "col"} if tag == "th" else {}))
+        for cell in cells
+    ]
+    return element("tr", element("th", head, scope=scope) + "".join(rest))
+
+
+def table(caption: str, heads: list[str], bodies: str, class_: str) -> str:
+    """A table that scrolls in its own box, as MyST."""
+    head = element("thead", row("th", heads[0], heads[1:], scope="col"))
+    words = element("caption", caption, class_="visually-hidden")
+    whole = element("table", words + head + bodies, class_=f"table {class_}")
+    box = {"class_": "measured", "role": "region", "tabindex": "0"}
+    box |= {"aria-label": caption}
+    return f"```{{raw}} html\n{element('div', whole, **box)}\n```\n"
+
+
+# --- the status page -------------------------------------------------------------
+
+
+def status_rows(root: Path) -> list[dict]:
+    """What is known of each notebook."""
+    found = stored(root, "notebooks.json").get("notebooks", {})
+    on_gpu = stored(root, "notebooks.cuda.json").get("notebooks", {})
+    coverage = stored(root, "tests.json").get("coverage", {})
+    rows = []
+    for page in listed(root, "chapters"):
+        name = Path(page).name
+        title, module = title_and_module(root / f"{page}.ipynb")
+        rows.append(
+            {
+                "page": page,
+                "title": title,
+                "minutes": notebook_pages.minutes(root, page),
+                "gpu": on_gpu.get(name, {}).get("seconds"),
+                "module": coverage.get(module),
+                **{"seconds": None, "compared": None, "ignored": None},
+                **found.get(name, {}),
+            }
+        )
+    return rows
+
+
+def total(rows: list[dict], key: str) -> int | float | None:
+    """The sum of what is known, None if nothing is."""
+    known = [row[key] for row in rows if row[key] is not None]
+    return sum(known) if known else None
+
+
+def status_cells(row: dict) -> list[str]:
+    """The cells behind the name of a notebook, or of all together."""
+    counts = [row["compared"], row["ignored"]]
+    return [
+        f"{row['minutes']} min",
+        duration(row["seconds"]),
+        duration(row["gpu"]),
+        *(EMPTY if count is None else f"{count}" for count in counts),
+        percent(row["module"]),
+    ]
+
+
+def all_together(rows: list[dict]) -> dict:
+    """The totals of the rows."""
+    keys = ("minutes", "seconds", "gpu", "compared", "ignored")
+    modules = [row["module"] for row in rows if row["module"]]
+    parts = ("statements", "covered")
+    sums = {part: sum(module[part] for module in modules) for part in parts}
+    return {key: total(rows, key) for key in keys} | {"module": modules and sums}
+
+
+def status(root: Path, link: Link) -> str:
+    """The table of the notebooks, as MyST."""
+    measured = stored(root, "notebooks.json")
+    if not measured:
+        return NOTHING
+    rows = status_rows(root)
+    heads = ["notebook", "to read", "run on CPU", "run on GPU"]
+    heads += ["outputs compared", "outputs ignored", "module tested"]
+    body = ""
+    for one in rows:
+        name = element("a", html.escape(one["title"]), href=link(one["page"]))
+        body += row("td", name, status_cells(one))
+    foot = row("td", f"all {len(rows)}", status_cells(all_together(rows)))
+    bodies = element("tbody", body) + element("tfoot", foot)
+    gpu = stored(root, "notebooks.cuda.json")
+    on_gpu = f"GPU: {conditions(gpu['facts'])}." if gpu else "GPU: not measured here."
+    said = f"CPU: {conditions(measured['facts'])}. {on_gpu}\n\n"
+    return said + table("What is known of each notebook", heads, bodies, "status")
+
+
+# --- the conformance page --------------------------------------------------------
+
+
+def reference(text: str) -> str:
+    """A reference, a dotted name in code that may break at its dots."""
+    name, comma, rest = text.partition(",")
+    if "." in name.split()[0]:
+        name = element("code", html.escape(name).replace(".", ".<wbr>"))
+    else:
+        name = html.escape(name)
+    return name + comma + html.escape(rest)
+
+
+def order(text: str) -> tuple[int, str]:
+    """Other packages first, then loops and formulas, then a component itself."""
+    kind = 2 if text.startswith("itself") else "." not in text.split()[0]
+    return int(kind), text
+
+
+def with_itself_in_one(references: dict[str, dict]) -> dict[str, dict]:
+    """The rows of a component; what it is compared with of itself makes one row."""
+    rows, own, names = {}, {}, []
+    for text in sorted(references, key=order):
+        if text.startswith("itself"):
+            names.append(text.removeprefix("itself").strip(" ,"))
+            for column, dtypes in references[text].items():
+                own.setdefault(column, {}).update(dtypes)
+        else:
+            rows[text] = references[text]
+    return rows | ({f"itself: {'; '.join(names)}": own} if own else {})
+
+
+def errors(dtypes: dict[str, dict] | None) -> str:
+    """The largest error in each dtype, one below the other."""
+    if not dtypes:
+        return EMPTY
+    lines = []
+    for dtype, entry in sorted(dtypes.items(), reverse=True):
+        size = f"{entry['error']:.1e}" if entry["error"] else "0"
+        lines.append(f"{size} {element('small', dtype)}")
+    return "<br>".join(lines)
+
+
+def count(references: dict[str, dict]) -> int:
+    """How many comparisons a component went through."""
+    return sum(
+        entry["comparisons"]
+        for columns in references.values()
+        for dtypes in columns.values()
+        for entry in dtypes.values()
+    )
+
+
+def component_rows(name: str, references: dict, address: str) -> str:
+    """The rows of a component: its name, then one for each reference."""
+    words = element("a", element("code", name), href=address)
+    comparisons = f"{count(references):,} comparisons"
+    words = element("span", f"{words} {element('small', comparisons)}")
+    span = {"scope": "rowgroup", "colspan": str(1 + len(COLUMNS))}
+    rows = element("tr", element("th", words, **span))
+    for text, columns in with_itself_in_one(references).items():
+        cells = (errors(columns.get(column)) for column in COLUMNS)
+        rows += row("td", reference(text), cells)
+    return element("tbody", rows)
+
+
+def module_section(root: Path, module: str, found: dict, link: Link) -> str:
+    """A heading, the table of a module, and the names that are not in it."""
+    page, body = link(f"api/{module}"), ""
+    public = public_names(root, module)
+    known = {name.partition(".")[0]: name for name in found}
+    for name in sorted(found, key=lambda name: public.index(name.partition(".")[0])):
+        anchor = f"{page}#transformer.{module}.{name.partition('.')[0]}"
+        body += component_rows(name, found[name], anchor)
+    caption = f"Largest errors of transformer.{module}"
+    heads = ["reference", *COLUMNS.values()]
+    text = f"## `transformer.{module}`\n\n"
+    text += table(caption, heads, body, "conformance") + "\n"
+    rest = ", ".join(f"`{name}`" for name in public if name not in known)
+    return text + (f"No error is recorded for {rest}.\n\n" if rest else "")
+
+
+def conformance(root: Path, link: Link) -> str:
+    """The tables of the components, one a module, as MyST."""
+    measured = stored(root, "tests.json")
+    if not measured:
+        return NOTHING
+    found, text = measured["components"], ""
+    modules = [Path(page).name for page in listed(root, "api")]
+    for module in modules:
+        public = public_names(root, module)
+        own = {k: v for k, v in found.items() if k.partition(".")[0] in public}
+        if own:
+            text += module_section(root, module, own, link)
+    n = sum(map(count, found.values()))
+    said = f"{len(found)} components, {n:,} comparisons. "
+    return f"{said}{conditions(measured['facts'])}.\n\n{text}"
+
+
+# --- Sphinx ----------------------------------------------------------------------
+
+
+def on_source_read(app: Sphinx, docname: str, content: list[str]) -> None:
+    """Put the tables where a page asks for them."""
+
+    def link(page: str) -> str:
+        return app.builder.get_relative_uri(docname, page)
+
+    for name, make in (("status", status), ("conformance", conformance)):
+        line = f"% {name}\n"
+        if line in content[0]:
+            text = make(Path(app.srcdir), link)
+            content[0] = content[0].replace(line, text + "\n")
+
+
+def setup(app: Sphinx) -> dict:
+    """Connect the extension."""
+    app.connect("source-read", on_source_read)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
