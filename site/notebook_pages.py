@@ -5,8 +5,6 @@ The file on disk, the download button and Colab keep every line. On the page
 - an exported cell gets a badge that leads to the API entry of what it defines, and
   that entry gets a link back to the section which holds the cell;
 - the cell that installs on Colab is folded;
-- a widget is preceded by a picture of its first state, which the style sheet
-  hides once the widget is drawn;
 - each code cell can be linked to, and a figure links to the cell that draws it;
 - the page knows the minutes it takes to read, from which reading.js counts down.
 """
@@ -28,12 +26,9 @@ import transformer
 
 PACKAGE = transformer.__name__
 DIRECTIVE = re.compile(r"#\s*\|\s*(?P<name>\w+)\s*:?\s*(?P<value>.*)")
-WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
-WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-MODEL = re.compile(r"IPY_MODEL_(\w+)")
 MINUTES = re.compile(r"\{\{ minutes (?P<pages>[\w/ ]+) \}\}")
+SLIDERS = 'class="explore"'  # of a figure as light_pages draws it
 SVG_TEXT = re.compile(r"<text\b[^>]*>([^<]+)</text>")
-IMAGE = re.compile(r"<img\b[^>]*>")
 
 
 def split_directives(source: str) -> tuple[dict[str, str], str]:
@@ -66,26 +61,6 @@ def entry(source: str, module: str) -> tuple[str, str]:
     return module, "mod"
 
 
-def first_image(models: dict, model: str) -> str | None:
-    """The first image that a widget or what it holds shows."""
-    state = models.get(model, {}).get("state", {})
-    if image := IMAGE.search(str(state.get("value", ""))):
-        return image[0]
-    held = MODEL.findall(json.dumps(state.get("children", [])))
-    return next(filter(None, (first_image(models, child) for child in held)), None)
-
-
-def picture(notebook: dict, cell: dict) -> str | None:
-    """A picture of the first state of the widget that a cell shows."""
-    widgets = notebook["metadata"].get("widgets", {})
-    models = widgets.get(WIDGET_STATE, {}).get("state", {})
-    for output in cell.get("outputs", []):
-        if view := output.get("data", {}).get(WIDGET_VIEW):
-            image = first_image(models, view["model_id"])
-            return image and image.replace("<img", '<img class="jupyter-widget"', 1)
-    return None
-
-
 def words_in_figure(cell: dict) -> str | None:
     """A text that stands for a drawn figure: its titles and labels, without numbers."""
     for output in cell.get("outputs", []):
@@ -103,7 +78,7 @@ def name_fold(metadata: dict, words: str) -> None:
     metadata.setdefault("mystnb", {}).update(prompts)
 
 
-def mark(cell: dict, notebook: dict, module: str | None) -> str | None:
+def mark(cell: dict, module: str | None) -> str | None:
     """Turn the directives of one code cell into tags and metadata for the page.
 
     Returns:
@@ -131,8 +106,6 @@ def mark(cell: dict, notebook: dict, module: str | None) -> str | None:
             metadata["entry"] = (to, "mod") if private else entry(code, to)
     if alt := words_in_figure(cell):
         metadata.setdefault("mystnb", {}).setdefault("image", {"alt": alt})
-    if image := picture(notebook, cell):
-        metadata["picture"] = image
     return module
 
 
@@ -142,7 +115,7 @@ def read_notebook(text: str) -> str:
     module = None
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
-            module = mark(cell, notebook, module)
+            module = mark(cell, module)
     return json.dumps(notebook)
 
 
@@ -217,9 +190,9 @@ def badge(module: str, target: str, kind: str) -> nodes.container:
 
 
 def draws_figure(cell: nodes.container) -> bool:
-    """Whether the outputs of a cell hold a figure or a widget."""
+    """Whether the outputs of a cell hold a figure."""
     drawn = any(True for _ in cell.findall(nodes.image))
-    return drawn or any(WIDGET_VIEW in raw.astext() for raw in cell.findall(nodes.raw))
+    return drawn or any(SLIDERS in raw.astext() for raw in cell.findall(nodes.raw))
 
 
 def link_to_cell(anchor: str) -> nodes.container:
@@ -230,7 +203,7 @@ def link_to_cell(anchor: str) -> nodes.container:
 
 
 class CellMarks(SphinxTransform):
-    """Put the anchors, the badges, the pictures and their links on the page."""
+    """Put the anchors, the badges and the links of figures on the page."""
 
     default_priority = 400
 
@@ -243,11 +216,6 @@ class CellMarks(SphinxTransform):
                     cell.append(link_to_cell(anchor))
             if "module" in metadata:
                 cell.insert(0, badge(metadata["module"], *metadata["entry"]))
-            if "picture" in metadata:
-                for raw in cell.findall(nodes.raw):
-                    if WIDGET_VIEW in raw.astext():
-                        shown = f"{metadata['picture']}\n{raw.astext()}"
-                        raw.replace_self(nodes.raw("", shown, format="html"))
 
 
 def register_sections(app: Sphinx, document: nodes.document) -> None:

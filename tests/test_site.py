@@ -23,8 +23,6 @@ spec = importlib.util.spec_from_file_location("build_book", SITE / "build.py")
 build = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build)
 
-VIEW, STATE = notebook_pages.WIDGET_VIEW, notebook_pages.WIDGET_STATE
-
 
 def code(source: str, **more) -> dict:
     """A code cell."""
@@ -85,21 +83,6 @@ def test_drawing_gets_the_words_in_it_as_its_alternative():
     output = {"output_type": "display_data", "data": {"image/svg+xml": [drawing]}}
     (cell,) = shown(code("plt.show()", outputs=[output]))
     assert cell["metadata"]["mystnb"]["image"]["alt"] == "Figure: length & width"
-
-
-def test_widget_gets_the_picture_of_its_first_state():
-    def image(n: int) -> dict:
-        return {"state": {"value": f'<img alt="frame {n}" src="data:image/png,{n}">'}}
-
-    box = {"state": {"children": ["IPY_MODEL_slider", "IPY_MODEL_stack"]}}
-    stack = {"state": {"children": ["IPY_MODEL_a", "IPY_MODEL_b"]}}
-    models = {"box": box, "slider": {"state": {}}, "stack": stack}
-    models |= {"a": image(1), "b": image(2)}
-    output = {"output_type": "display_data", "data": {VIEW: {"model_id": "box"}}}
-    cell = code("explore(frame)", outputs=[output])
-    (cell,) = shown(cell, widgets={STATE: {"state": models}})
-    picture = cell["metadata"]["picture"]
-    assert 'class="jupyter-widget"' in picture and 'alt="frame 1"' in picture
 
 
 def modules() -> set[str]:
