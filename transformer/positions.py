@@ -6,7 +6,7 @@
 __all__ = ['pair_frequencies', 'sinusoids', 'SinusoidalPositions', 'LearnedPositions', 'RoPE', 'neighbours_to_halves', 'ntk_base',
            'yarn_frequencies', 'yarn_scale', 'alibi_slopes', 'alibi_attention', 'relative_shift', 'RelativeAttention']
 
-# %% ../chapters/02_positional_encoding.ipynb #a3db5eeb
+# %% ../chapters/02_positional_encoding.ipynb #6f9ce29b
 import math
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ from transformer.attention import (
     split_heads,
 )
 
-# %% ../chapters/02_positional_encoding.ipynb #21448137
+# %% ../chapters/02_positional_encoding.ipynb #59fc0cc2
 def pair_frequencies(
     width: int, base: float = 10000.0, device: torch.device | None = None
 ) -> Tensor:
@@ -48,7 +48,7 @@ def pair_frequencies(
     steps = torch.arange(0, width, 2, dtype=widest(device), device=device)
     return base ** -(steps / width)
 
-# %% ../chapters/02_positional_encoding.ipynb #e21fbcdd
+# %% ../chapters/02_positional_encoding.ipynb #5b7ee597
 def widest(device: torch.device | None) -> torch.dtype:
     """The most exact floating dtype of a device."""
     kind = torch.device(device or "cpu").type
@@ -77,7 +77,7 @@ def check_positions(positions: Tensor, x: Tensor) -> None:
         shapes = f"{tuple(positions.shape)=}, {tuple(x.shape)=}"
         raise ValueError(f"positions must broadcast to the tokens of x, got {shapes}")
 
-# %% ../chapters/02_positional_encoding.ipynb #0b8eb75d
+# %% ../chapters/02_positional_encoding.ipynb #ea5ada64
 def sinusoids(n_positions: int, d_model: int, base: float = 10000.0) -> Tensor:
     """Write each position as the sines and cosines of its angles.
 
@@ -99,13 +99,13 @@ def sinusoids(n_positions: int, d_model: int, base: float = 10000.0) -> Tensor:
     """
     return sinusoids_at(torch.arange(n_positions), d_model, base).float()
 
-# %% ../chapters/02_positional_encoding.ipynb #e6a6988d
+# %% ../chapters/02_positional_encoding.ipynb #9fea79b7
 def sinusoids_at(positions: Tensor, d_model: int, base: float = 10000.0) -> Tensor:
     """The rows of `sinusoids` for any positions, positions.shape + (C,), in float64."""
     angles = angles_at(positions, pair_frequencies(d_model, base, positions.device))
     return torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)[..., :d_model]
 
-# %% ../chapters/02_positional_encoding.ipynb #88d9e878
+# %% ../chapters/02_positional_encoding.ipynb #0cd98210
 class SinusoidalPositions(nn.Module):
     """Add to each token the sinusoids of its position.
 
@@ -145,7 +145,7 @@ class SinusoidalPositions(nn.Module):
         check_positions(positions, x)
         return x + sinusoids_at(positions, self.d_model, self.base).to(x)
 
-# %% ../chapters/02_positional_encoding.ipynb #cdef7afb
+# %% ../chapters/02_positional_encoding.ipynb #524915f6
 class LearnedPositions(nn.Module):
     """Add to each token a learned vector for its position.
 
@@ -189,7 +189,7 @@ class LearnedPositions(nn.Module):
         check_rows(positions, n_positions)
         return x + self.weight[positions]
 
-# %% ../chapters/02_positional_encoding.ipynb #3c5d7c58
+# %% ../chapters/02_positional_encoding.ipynb #bff071d8
 def check_rows(positions: Tensor, n_positions: int) -> None:
     """Refuse positions that are no row numbers of a table, before a GPU sees them."""
     if positions.is_floating_point():
@@ -202,21 +202,22 @@ def check_rows(positions: Tensor, n_positions: int) -> None:
         found = f"positions from {low} to {high}, {n_positions=}"
         raise ValueError(f"positions must lie in 0 … n_positions − 1, got {found}")
 
-# %% ../chapters/02_positional_encoding.ipynb #6c9fcb36
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairing: str) -> Tensor:
-    """Turn each pair (a, b) of features to (a cos − b sin, b cos + a sin).
+# %% ../chapters/02_positional_encoding.ipynb #26c86c1d
+def place_pairs(a: Tensor, b: Tensor, pairing: str) -> Tensor:
+    """Put the first and second features of all pairs where the pairing has them."""
+    if pairing == "halves":
+        return torch.cat((a, b), dim=-1)
+    return torch.stack((a, b), dim=-1).flatten(-2)
 
-    x (..., T, D), cos and sin (..., T, D/2).
-    """
-    halves = pairing == "halves"
-    a, b = x.chunk(2, dim=-1) if halves else (x[..., 0::2], x[..., 1::2])
-    new_a = torch.addcmul(a * cos, b, sin, value=-1)
-    new_b = torch.addcmul(b * cos, a, sin)
-    if halves:
-        return torch.cat((new_a, new_b), dim=-1)
-    return torch.stack((new_a, new_b), dim=-1).flatten(-2)
 
-# %% ../chapters/02_positional_encoding.ipynb #099ece16
+def swap_pairs(x: Tensor, pairing: str) -> Tensor:
+    """Give each feature the value of its partner."""
+    half = x.size(-1) // 2
+    if pairing == "halves":
+        return x.roll(half, dims=-1)
+    return x.unflatten(-1, (half, 2)).flip(-1).flatten(-2)
+
+# %% ../chapters/02_positional_encoding.ipynb #c6db81a4
 class RoPE(nn.Module):
     """Turn each pair of features of a query or a key by an angle: position · frequency.
 
@@ -287,6 +288,8 @@ class RoPE(nn.Module):
             frequencies = pair_frequencies(self.d_rotary, self.base, positions.device)
         angles = angles_at(positions, frequencies)
         cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        cos = place_pairs(cos, cos, self.pairing)
+        sin = place_pairs(-sin, sin, self.pairing)
         rounded = {}  # by dtype and device: the layers of a model share one entry
 
         def turn(x: Tensor) -> Tensor:
@@ -296,14 +299,14 @@ class RoPE(nn.Module):
             check_positions(positions, x)
             if (kind := (x.dtype, x.device)) not in rounded:
                 rounded[kind] = cos.to(x), sin.to(x)
-            if self.d_rotary == self.d_head:
-                return rotate(x, *rounded[kind], self.pairing)
-            turned, kept = x.tensor_split([self.d_rotary], dim=-1)
-            return torch.cat((rotate(turned, *rounded[kind], self.pairing), kept), -1)
+            c, s = rounded[kind]
+            turned, kept = x[..., : self.d_rotary], x[..., self.d_rotary :]
+            turned = torch.addcmul(turned * c, swap_pairs(turned, self.pairing), s)
+            return torch.cat((turned, kept), -1) if kept.size(-1) else turned
 
         return turn
 
-# %% ../chapters/02_positional_encoding.ipynb #c9e05910
+# %% ../chapters/02_positional_encoding.ipynb #e73dc90e
 def neighbours_to_halves(
     rows: Tensor, n_heads: int, d_rotary: int | None = None
 ) -> Tensor:
@@ -332,7 +335,7 @@ def neighbours_to_halves(
     order = torch.cat((old[:width:2], old[1:width:2], old[width:]))
     return rows.unflatten(0, (n_heads, d_head))[:, order].flatten(0, 1)
 
-# %% ../chapters/02_positional_encoding.ipynb #5b2b0bbb
+# %% ../chapters/02_positional_encoding.ipynb #b3672582
 def ntk_base(
     d_rotary: int,
     length: int,
@@ -366,7 +369,7 @@ def ntk_base(
     stretch = factor * length / n_trained - (factor - 1)
     return base * stretch ** (d_rotary / (d_rotary - 2))
 
-# %% ../chapters/02_positional_encoding.ipynb #2783347b
+# %% ../chapters/02_positional_encoding.ipynb #36c05cf6
 def yarn_frequencies(
     d_rotary: int,
     factor: float,
@@ -413,7 +416,7 @@ def yarn_scale(factor: float) -> float:
     """
     return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
-# %% ../chapters/02_positional_encoding.ipynb #9ebd816d
+# %% ../chapters/02_positional_encoding.ipynb #662d9f97
 def alibi_slopes(n_heads: int) -> Tensor:
     """Give each head the slope at which it loses interest: 2^(−8h / H), h = 1 … H.
 
@@ -433,7 +436,7 @@ def alibi_slopes(n_heads: int) -> Tensor:
     """
     return torch.tensor(exact_slopes(n_heads))
 
-# %% ../chapters/02_positional_encoding.ipynb #3a029e74
+# %% ../chapters/02_positional_encoding.ipynb #f5435b2f
 def exact_slopes(n_heads: int) -> list[float]:
     """The slopes as Python's numbers."""
     if n_heads < 1:
@@ -443,7 +446,7 @@ def exact_slopes(n_heads: int) -> list[float]:
     exponents += [4 * h / n for h in range(1, 2 * (n_heads - n), 2)]
     return [2**-e for e in exponents]
 
-# %% ../chapters/02_positional_encoding.ipynb #523f381b
+# %% ../chapters/02_positional_encoding.ipynb #71a6b480
 def biased_attention(
     q: Tensor,
     k: Tensor,
@@ -468,7 +471,7 @@ def biased_attention(
     weights = scores.softmax(dim=-1).to(v.dtype)
     return (weights if mask is None else weights.masked_fill(~mask, 0)) @ v
 
-# %% ../chapters/02_positional_encoding.ipynb #a6914dd4
+# %% ../chapters/02_positional_encoding.ipynb #27520bdf
 def alibi_attention(n_heads: int) -> Callable[..., Tensor]:
     """Make an `attend` that takes slope · distance from each score.
 
@@ -507,7 +510,7 @@ def alibi_attention(n_heads: int) -> Callable[..., Tensor]:
 
     return attend
 
-# %% ../chapters/02_positional_encoding.ipynb #19cdd282
+# %% ../chapters/02_positional_encoding.ipynb #436111b0
 def relative_shift(scores: Tensor) -> Tensor:
     """Move scores by distance to the keys at that distance.
 
@@ -526,7 +529,7 @@ def relative_shift(scores: Tensor) -> Tensor:
     padded = nn.functional.pad(scores, (1, 0)).flatten(-2)
     return padded[..., n_queries:].unflatten(-1, (n_queries, n_keys))
 
-# %% ../chapters/02_positional_encoding.ipynb #3278b780
+# %% ../chapters/02_positional_encoding.ipynb #ec9729dc
 class RelativeAttention(nn.Module):
     """Let each token gather from others by what they hold and how far away they are.
 
