@@ -150,8 +150,24 @@ def is_running_text(node: nodes.Node) -> bool:
     return not (FOLDED & set(classes) or isinstance(node, NOT_RUNNING_TEXT))
 
 
+def join_texts(node: nodes.Element) -> None:
+    """Make one text of several side by side: the parser cuts them at line ends."""
+    joined: list[nodes.Node] = []
+    for child in node.children:
+        before = joined[-1] if joined else None
+        if isinstance(child, nodes.Text) and isinstance(before, nodes.Text):
+            joined[-1] = nodes.Text(before + child)
+        else:
+            joined.append(child)
+    if len(joined) < len(node.children):
+        node.clear()
+        node.extend(joined)
+
+
 def running_text(node: nodes.Node) -> Iterator[nodes.Node]:
     """The plain text of a page, and its words in bold or italics, in order."""
+    if isinstance(node, nodes.TextElement):
+        join_texts(node)
     for child in node.children:
         if isinstance(child, (nodes.Text, *STRESSED)):
             yield child
