@@ -6,7 +6,7 @@
 __all__ = ['pair_frequencies', 'sinusoids', 'SinusoidalPositions', 'LearnedPositions', 'RoPE', 'neighbours_to_halves', 'ntk_base',
            'yarn_frequencies', 'yarn_scale', 'alibi_slopes', 'alibi_attention', 'relative_shift', 'RelativeAttention']
 
-# %% ../chapters/02_positional_encoding.ipynb #6f9ce29b
+# %% ../chapters/02_positional_encoding.ipynb #d4461ff7
 import math
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ from transformer.attention import (
     split_heads,
 )
 
-# %% ../chapters/02_positional_encoding.ipynb #59fc0cc2
+# %% ../chapters/02_positional_encoding.ipynb #076afac1
 def pair_frequencies(
     width: int, base: float = 10000.0, device: torch.device | None = None
 ) -> Tensor:
@@ -48,7 +48,7 @@ def pair_frequencies(
     steps = torch.arange(0, width, 2, dtype=widest(device), device=device)
     return base ** -(steps / width)
 
-# %% ../chapters/02_positional_encoding.ipynb #5b7ee597
+# %% ../chapters/02_positional_encoding.ipynb #a936492b
 def widest(device: torch.device | None) -> torch.dtype:
     """The most exact floating dtype of a device."""
     kind = torch.device(device or "cpu").type
@@ -77,7 +77,7 @@ def check_positions(positions: Tensor, x: Tensor) -> None:
         shapes = f"{tuple(positions.shape)=}, {tuple(x.shape)=}"
         raise ValueError(f"positions must broadcast to the tokens of x, got {shapes}")
 
-# %% ../chapters/02_positional_encoding.ipynb #ea5ada64
+# %% ../chapters/02_positional_encoding.ipynb #fa4ace45
 def sinusoids(n_positions: int, d_model: int, base: float = 10000.0) -> Tensor:
     """Write each position as the sines and cosines of its angles.
 
@@ -99,13 +99,13 @@ def sinusoids(n_positions: int, d_model: int, base: float = 10000.0) -> Tensor:
     """
     return sinusoids_at(torch.arange(n_positions), d_model, base).float()
 
-# %% ../chapters/02_positional_encoding.ipynb #9fea79b7
+# %% ../chapters/02_positional_encoding.ipynb #8c8685f5
 def sinusoids_at(positions: Tensor, d_model: int, base: float = 10000.0) -> Tensor:
     """The rows of `sinusoids` for any positions, positions.shape + (C,), in float64."""
     angles = angles_at(positions, pair_frequencies(d_model, base, positions.device))
     return torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)[..., :d_model]
 
-# %% ../chapters/02_positional_encoding.ipynb #0cd98210
+# %% ../chapters/02_positional_encoding.ipynb #73cdc7e0
 class SinusoidalPositions(nn.Module):
     """Add to each token the sinusoids of its position.
 
@@ -145,7 +145,7 @@ class SinusoidalPositions(nn.Module):
         check_positions(positions, x)
         return x + sinusoids_at(positions, self.d_model, self.base).to(x)
 
-# %% ../chapters/02_positional_encoding.ipynb #524915f6
+# %% ../chapters/02_positional_encoding.ipynb #5693d75a
 class LearnedPositions(nn.Module):
     """Add to each token a learned vector for its position.
 
@@ -189,7 +189,7 @@ class LearnedPositions(nn.Module):
         check_rows(positions, n_positions)
         return x + self.weight[positions]
 
-# %% ../chapters/02_positional_encoding.ipynb #bff071d8
+# %% ../chapters/02_positional_encoding.ipynb #83eec2f1
 def check_rows(positions: Tensor, n_positions: int) -> None:
     """Refuse positions that are no row numbers of a table, before a GPU sees them."""
     if positions.is_floating_point():
@@ -202,7 +202,7 @@ def check_rows(positions: Tensor, n_positions: int) -> None:
         found = f"positions from {low} to {high}, {n_positions=}"
         raise ValueError(f"positions must lie in 0 … n_positions − 1, got {found}")
 
-# %% ../chapters/02_positional_encoding.ipynb #26c86c1d
+# %% ../chapters/02_positional_encoding.ipynb #48ede19c
 def place_pairs(a: Tensor, b: Tensor, pairing: str) -> Tensor:
     """Put the first and second features of all pairs where the pairing has them."""
     if pairing == "halves":
@@ -217,7 +217,31 @@ def swap_pairs(x: Tensor, pairing: str) -> Tensor:
         return x.roll(half, dims=-1)
     return x.unflatten(-1, (half, 2)).flip(-1).flatten(-2)
 
-# %% ../chapters/02_positional_encoding.ipynb #c6db81a4
+# %% ../chapters/02_positional_encoding.ipynb #706071ae
+def rotation(
+    positions: Tensor, frequencies: Tensor, d_head: int, pairing: str, scale: float
+) -> Callable[[Tensor], Tensor]:
+    """The function of x (..., T, d_head) that turns its first pairs by their angles."""
+    angles, width = angles_at(positions, frequencies), 2 * len(frequencies)
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    cos, sin = place_pairs(cos, cos, pairing), place_pairs(-sin, sin, pairing)
+    rounded = {}  # by dtype and device: all layers of a model share one entry
+
+    def turn(x: Tensor) -> Tensor:
+        if x.size(-1) != d_head:
+            found = f"{tuple(x.shape)=}"
+            raise ValueError(f"heads must have {d_head} features, got {found}")
+        check_positions(positions, x)
+        if (kind := (x.dtype, x.device)) not in rounded:
+            rounded[kind] = cos.to(x), sin.to(x)
+        c, s = rounded[kind]
+        turned, kept = x[..., :width], x[..., width:]
+        turned = torch.addcmul(turned * c, swap_pairs(turned, pairing), s)
+        return torch.cat((turned, kept), dim=-1) if kept.size(-1) else turned
+
+    return turn
+
+# %% ../chapters/02_positional_encoding.ipynb #148bedcb
 class RoPE(nn.Module):
     """Turn each pair of features of a query or a key by an angle: position · frequency.
 
@@ -286,27 +310,9 @@ class RoPE(nn.Module):
         frequencies = self.frequencies
         if frequencies is None:
             frequencies = pair_frequencies(self.d_rotary, self.base, positions.device)
-        angles = angles_at(positions, frequencies)
-        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
-        cos = place_pairs(cos, cos, self.pairing)
-        sin = place_pairs(-sin, sin, self.pairing)
-        rounded = {}  # by dtype and device: the layers of a model share one entry
+        return rotation(positions, frequencies, self.d_head, self.pairing, self.scale)
 
-        def turn(x: Tensor) -> Tensor:
-            if x.size(-1) != self.d_head:
-                found = f"{tuple(x.shape)=}"
-                raise ValueError(f"heads must have {self.d_head} features, got {found}")
-            check_positions(positions, x)
-            if (kind := (x.dtype, x.device)) not in rounded:
-                rounded[kind] = cos.to(x), sin.to(x)
-            c, s = rounded[kind]
-            turned, kept = x[..., : self.d_rotary], x[..., self.d_rotary :]
-            turned = torch.addcmul(turned * c, swap_pairs(turned, self.pairing), s)
-            return torch.cat((turned, kept), -1) if kept.size(-1) else turned
-
-        return turn
-
-# %% ../chapters/02_positional_encoding.ipynb #e73dc90e
+# %% ../chapters/02_positional_encoding.ipynb #b912fbaa
 def neighbours_to_halves(
     rows: Tensor, n_heads: int, d_rotary: int | None = None
 ) -> Tensor:
@@ -335,7 +341,7 @@ def neighbours_to_halves(
     order = torch.cat((old[:width:2], old[1:width:2], old[width:]))
     return rows.unflatten(0, (n_heads, d_head))[:, order].flatten(0, 1)
 
-# %% ../chapters/02_positional_encoding.ipynb #b3672582
+# %% ../chapters/02_positional_encoding.ipynb #4a57a16a
 def ntk_base(
     d_rotary: int,
     length: int,
@@ -369,7 +375,7 @@ def ntk_base(
     stretch = factor * length / n_trained - (factor - 1)
     return base * stretch ** (d_rotary / (d_rotary - 2))
 
-# %% ../chapters/02_positional_encoding.ipynb #36c05cf6
+# %% ../chapters/02_positional_encoding.ipynb #b69b216a
 def yarn_frequencies(
     d_rotary: int,
     factor: float,
@@ -416,7 +422,7 @@ def yarn_scale(factor: float) -> float:
     """
     return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
-# %% ../chapters/02_positional_encoding.ipynb #662d9f97
+# %% ../chapters/02_positional_encoding.ipynb #c867098c
 def alibi_slopes(n_heads: int) -> Tensor:
     """Give each head the slope at which it loses interest: 2^(−8h / H), h = 1 … H.
 
@@ -436,7 +442,7 @@ def alibi_slopes(n_heads: int) -> Tensor:
     """
     return torch.tensor(exact_slopes(n_heads))
 
-# %% ../chapters/02_positional_encoding.ipynb #f5435b2f
+# %% ../chapters/02_positional_encoding.ipynb #53944983
 def exact_slopes(n_heads: int) -> list[float]:
     """The slopes as Python's numbers."""
     if n_heads < 1:
@@ -446,7 +452,7 @@ def exact_slopes(n_heads: int) -> list[float]:
     exponents += [4 * h / n for h in range(1, 2 * (n_heads - n), 2)]
     return [2**-e for e in exponents]
 
-# %% ../chapters/02_positional_encoding.ipynb #71a6b480
+# %% ../chapters/02_positional_encoding.ipynb #9e71e1e2
 def biased_attention(
     q: Tensor,
     k: Tensor,
@@ -471,7 +477,7 @@ def biased_attention(
     weights = scores.softmax(dim=-1).to(v.dtype)
     return (weights if mask is None else weights.masked_fill(~mask, 0)) @ v
 
-# %% ../chapters/02_positional_encoding.ipynb #27520bdf
+# %% ../chapters/02_positional_encoding.ipynb #e35649ed
 def alibi_attention(n_heads: int) -> Callable[..., Tensor]:
     """Make an `attend` that takes slope · distance from each score.
 
@@ -510,7 +516,7 @@ def alibi_attention(n_heads: int) -> Callable[..., Tensor]:
 
     return attend
 
-# %% ../chapters/02_positional_encoding.ipynb #436111b0
+# %% ../chapters/02_positional_encoding.ipynb #142b21d8
 def relative_shift(scores: Tensor) -> Tensor:
     """Move scores by distance to the keys at that distance.
 
@@ -529,7 +535,31 @@ def relative_shift(scores: Tensor) -> Tensor:
     padded = nn.functional.pad(scores, (1, 0)).flatten(-2)
     return padded[..., n_queries:].unflatten(-1, (n_queries, n_keys))
 
-# %% ../chapters/02_positional_encoding.ipynb #ec9729dc
+# %% ../chapters/02_positional_encoding.ipynb #92e01f96
+def scores_by_distance(
+    q: Tensor, project: nn.Linear, n_keys: int, causal: bool
+) -> Tensor:
+    """q · r(i − j) / √D for each query and key, r the projected sinusoids.
+
+    Distances run from S − 1 down to 0, or to −(T − 1) where later keys are seen.
+
+    Args:
+        q: (..., H, T, D).
+        project: C features to H·D.
+        n_keys: S.
+        causal: Later keys are not seen: what is given for them is unspecified.
+
+    Returns:
+        (..., H, T, S).
+    """
+    n_heads, n_queries, d_head = q.shape[-3:]
+    n = n_keys if causal else n_keys + max(n_queries - 1, 0)
+    distances = n_keys - 1 - torch.arange(n, device=q.device)
+    rows = sinusoids_at(distances, project.in_features).to(project.weight.dtype)
+    r = split_heads(project(rows), n_heads)  # (H, n, D)
+    return relative_shift(q @ r.mT)[..., :n_keys] / math.sqrt(d_head)
+
+# %% ../chapters/02_positional_encoding.ipynb #3a700c92
 class RelativeAttention(nn.Module):
     """Let each token gather from others by what they hold and how far away they are.
 
@@ -553,14 +583,13 @@ class RelativeAttention(nn.Module):
 
     def __init__(self, d_model: int, n_heads: int, *, d_head: int | None = None):
         super().__init__()
-        d_head = head_width(d_model, n_heads, d_head)
-        width = n_heads * d_head
+        width = n_heads * head_width(d_model, n_heads, d_head)
         self.n_heads = n_heads
         self.qkv = nn.Linear(d_model, 3 * width, bias=False)
         self.out = nn.Linear(width, d_model, bias=False)
         self.distance = nn.Linear(d_model, width, bias=False)
-        self.content_bias = nn.Parameter(torch.zeros(n_heads, d_head))
-        self.position_bias = nn.Parameter(torch.zeros(n_heads, d_head))
+        self.content_bias = nn.Parameter(torch.zeros(n_heads, width // n_heads))
+        self.position_bias = nn.Parameter(torch.zeros(n_heads, width // n_heads))
 
     def forward(
         self,
@@ -596,18 +625,7 @@ class RelativeAttention(nn.Module):
         q, k, v = project_heads(self.qkv, self.n_heads, x, context)
         if prepare is not None:
             q, k, v, mask = prepare(q, k, v, mask)
-        r = self.keys_by_distance(q.size(-2), k.size(-2), causal, q.device)
-        by_distance = (q + self.position_bias[:, None]) @ r.mT
-        bias = relative_shift(by_distance)[..., : k.size(-2)] / math.sqrt(q.size(-1))
+        by_place = q + self.position_bias[:, None]
+        bias = scores_by_distance(by_place, self.distance, k.size(-2), causal)
         q = q + self.content_bias[:, None]
         return self.out(merge_heads(biased_attention(q, k, v, bias, mask, causal)))
-
-    def keys_by_distance(
-        self, n_queries: int, n_keys: int, causal: bool, device: torch.device
-    ) -> Tensor:
-        """r, (H, n, D), for distances S − 1 down to 0, or to −(T − 1) if not causal."""
-        n = n_keys if causal else n_keys + max(n_queries - 1, 0)
-        distances = n_keys - 1 - torch.arange(n, device=device)
-        weight = self.distance.weight
-        rows = sinusoids_at(distances, weight.size(1)).to(weight.dtype)
-        return split_heads(self.distance(rows), self.n_heads)
