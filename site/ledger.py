@@ -179,14 +179,14 @@ def entry(name: str, claim: dict, verdict: Verdict | None) -> str:
     if verdict is None:
         lines += [f": [{NOT_YET}]{{.verdict}}, for chapter {number(claim['chapter'])}"]
     else:
-        mark = " [≠ papers]{.mark}" * other
-        lines += [f": [{word}]{{.verdict}}{mark} {plain(verdict.because)}"]
+        mark = " [≠ papers]{.not-as-papers}" * other
+        lines += [f": [{word}]{{.verdict}}: {plain(verdict.because)}{mark}"]
         where = f"{name} in chapter {number(verdict.chapter)}"
         link = f"{{ref}}`{where} <{label(verdict.chapter, verdict.cell)}>`"
         effect = f"Effect: {measured(verdict)}. " if verdict.effect else ""
         lines += [f": {effect}See {link}."]
     cited = f"{{cite:t}}`{','.join(claim['cite'])}`"
-    papers = f": [{claim['literature']}]{{.verdict}} {plain(claim['found'])}"
+    papers = f": [{claim['literature']}]{{.verdict}}. {plain(claim['found'])}"
     return "\n".join([*lines, "", "Papers", papers, f": {cited}", ":::", ""])
 
 

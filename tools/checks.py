@@ -267,7 +267,7 @@ def cell_ids(nb: Notebook) -> list[str]:
 
 
 def verdicts(nb: Notebook) -> list[str]:
-    """Each verdict on something measured stands under an assertion."""
+    """Each verdict on something measured has an effect, and an assertion above it."""
     complaints, before = [], ast.parse("")
     for cell in code_cells(nb):
         tree = parse(source(cell))
@@ -277,6 +277,9 @@ def verdicts(nb: Notebook) -> list[str]:
             values = [getattr(arg, "value", None) for arg in call.args]
             if len(values) > 1 and values[1] in UNTESTED:
                 continue
+            sized = any(word.arg == "effect" for word in call.keywords)
+            if isinstance(call.args[0], ast.Constant) and not sized:
+                complaints.append(f"{cell['id']}: no effect of {values[:1]}")
             above = [node for node in tree.body if node.lineno < call.lineno]
             above = [node for node in above if not isinstance(node, ast.FunctionDef)]
             if not asserts(ast.Module(above, [])) and not asserts(before):
