@@ -9,6 +9,7 @@ from collections.abc import Callable
 import checks
 import pytest
 import readme
+import repository_links
 import repository_url
 import yaml
 from small_notebooks import CHAPTERS, COLAB, GOOD, ROOT, code, notebook, words
@@ -73,6 +74,8 @@ def count_twice(nb: dict) -> None:
 
 STREAM = {"output_type": "stream", "name": "stdout"}
 LONG = "\n".join(f"x{i} = {i}" for i in range(31))
+UNASSERTED = "verdict('D-1', 'holds', 'so', effect='exact')"
+UNSIZED = "assert double(2) == 4\nverdict('D-1', 'holds', 'so')"
 BROKEN = [
     ("export_losses", set_source("double", "# words\n#| export\nx = 1"), "first line"),
     ("export_losses", set_source("double", "%time\n#| export\nx = 1"), "first line"),
@@ -101,7 +104,8 @@ BROKEN = [
     ("metadata", lambda nb: nb["cells"][1]["metadata"].update(execution=1), "execut"),
     ("cell_ids", lambda nb: nb["cells"][1].update(id="0a1b2c3d"), "not readable"),
     ("cell_ids", lambda nb: nb["cells"][1].update(id="double"), "twice"),
-    ("verdicts", set_source("verdict-D-1", "verdict('D-1', 'holds', '')"), "D-1"),
+    ("verdicts", set_source("verdict-D-1", UNASSERTED), "no assertion above"),
+    ("verdicts", set_source("verdict-D-1", UNSIZED), "no effect of"),
     ("constant_asserts", set_source("double", "assert 1 == 1"), "cannot fail"),
 ]
 
@@ -361,6 +365,63 @@ def test_every_link_to_the_repository_is_the_one_of_the_config():
     assert strange == []
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["repository-code"] == address()
+
+
+def test_links_to_the_repository_lead_to_what_git_has():
+    wrong, suffixes = [], {".md", ".ipynb", ".yml", ".cff", ".toml"}
+    for path in committed("*"):
+        if (file := ROOT / path).suffix in suffixes and file.is_file():
+            links = re.findall(r"https://[^\s\"'<>)\]}]+", file.read_text("utf-8"))
+            wrong += [f"{path}: {it}" for it in repository_links.complaints(links)]
+    assert wrong == []
+
+
+def test_branch_of_the_links_exists():
+    known = repository_links.branches()
+    if not known or repository_links.git("symbolic-ref", "-q", "HEAD") == []:
+        pytest.skip("no branch is checked out")
+    assert repository_links.config()["repository"]["branch"] in known
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        "{url}",
+        "{url}/issues/new?title=a%20page",
+        "{url}/actions/workflows/test.yml/badge.svg",
+        "{url}/edit/main/README.md",
+        "{url}/tree/main/transformer",
+        "{url}/blob/main/tests/repository_links.py#L1-L3",
+        "{colab}/blob/main/chapters/00_preface.ipynb",
+    ],
+)
+def test_good_link_to_the_repository_is_accepted(link):
+    assert repository_links.complaints([own(link)]) == []
+
+
+@pytest.mark.parametrize(
+    "link, why",
+    [
+        ("https://github.com/someone/{name}/issues", "not the repository"),
+        ("https://gitlab.com/{owner}/{name}", "not the repository"),
+        ("https://colab.research.google.com/github/me/{name}/blob/main/a", "not the"),
+        ("{url}/edit/master/README.md", "nor branch main"),
+        ("{url}/blob/main/chapters/absent.ipynb", "absent.ipynb is not in git"),
+        ("{url}/blob/main/README.md#L99999", "has no such line"),
+        ("{colab}/blob/main/chapters/00_Preface.ipynb", "is not in git"),
+    ],
+)
+def test_wrong_link_to_the_repository_is_noticed(link, why):
+    (found,) = repository_links.complaints([own(link)])
+    assert why in found
+
+
+def own(link: str) -> str:
+    """A link with the address of the config in it."""
+    owner, name = address().split("/")[-2:]
+    colab = repository_links.config()["launch_buttons"]["colab_url"]
+    colab += f"/github/{owner}/{name}"
+    return link.format(url=address(), owner=owner, name=name, colab=colab)
 
 
 def test_python_files_have_unix_line_ends():
