@@ -26,7 +26,11 @@ COLUMNS = {
     "compile": "compile",
     "cached": "cached = uncached",
 }
+HEADS = ["reference", *COLUMNS.values()]
 EMPTY = "–"
+# Said again to who reads aloud: on a phone the style sheet makes cards of the rows.
+ROLES = {"table": "table", "thead": "rowgroup", "tbody": "rowgroup"}
+ROLES |= {"tfoot": "rowgroup", "tr": "row", "td": "cell"}
 NOTHING = "Nothing is measured yet: `make test` measures, `make measured` accepts.\n"
 Link = Callable[[str], str]  # the address of a page, seen from this one
 
@@ -69,7 +73,8 @@ def title_and_module(path: Path) -> tuple[str, str | None]:
 
 def conditions(facts: dict) -> str:
     """What was measured on, when and with what."""
-    machine = facts["device"] + f", {facts['cores']} cores" * ("cores" in facts)
+    cores = f", {facts['cores']} cores" if "cores" in facts else ""
+    machine = facts["device"] + cores
     versions = f"Python {facts['python']}, torch {facts['torch']}"
     return f"{machine}; {facts['date']}; {versions}"
 
@@ -91,26 +96,34 @@ def percent(module: dict | None) -> str:
 
 def element(tag: str, content: str, **attributes: str) -> str:
     """An HTML element; a trailing _ of a name is dropped."""
-    given = "".join(f' {k.rstrip("_")}="{v}"' for k, v in attributes.items())
+    if tag in ROLES:
+        attributes["role"] = ROLES[tag]
+    given = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{html.escape(value)}"'
+        for name, value in attributes.items()
+    )
     return f"<{tag}{given}>{content}</{tag}>"
 
 
-def row(tag: str, head: str, cells: Iterable[str], scope: str = "row") -> str:
-    """A row of a table: its head, then its cells."""
-    rest = [
-        element(tag, cell, **({"scope": "col"} if tag == "th" else {}))
-        for cell in cells
-    ]
-    return element("tr", element("th", head, scope=scope) + "".join(rest))
+def row(head: str, heads: list[str], cells: Iterable[str]) -> str:
+    """A row of a table: its head, then its cells, which know their columns."""
+    first = element("th", head, scope="row", role="rowheader")
+    rest = ""
+    for name, cell in zip(heads[1:], cells, strict=True):
+        kind = "empty" if cell == EMPTY else "full"
+        rest += element("td", cell, data_column=name, class_=kind)
+    return element("tr", first + rest)
 
 
-def table(caption: str, heads: list[str], bodies: str, class_: str) -> str:
+def table(caption: str, heads: list[str], bodies: str, kind: str) -> str:
     """A table that scrolls in its own box, as MyST."""
-    head = element("thead", row("th", heads[0], heads[1:], scope="col"))
+    column = {"scope": "col", "role": "columnheader"}
+    top = element("tr", "".join(element("th", name, **column) for name in heads))
     words = element("caption", caption, class_="visually-hidden")
-    whole = element("table", words + head + bodies, class_=f"table {class_}")
+    inside = words + element("thead", top) + bodies
+    whole = element("table", inside, class_=f"table {kind}")
     box = {"class_": "measured", "role": "region", "tabindex": "0"}
-    box |= {"aria-label": caption}
+    box |= {"aria_label": caption}
     return f"```{{raw}} html\n{element('div', whole, **box)}\n```\n"
 
 
@@ -173,13 +186,13 @@ def status(root: Path, link: Link) -> str:
     if not measured:
         return NOTHING
     rows = status_rows(root)
-    heads = ["notebook", "to read", "run on CPU", "run on GPU"]
+    heads = ["notebook", "reading", "run on CPU", "run on GPU"]
     heads += ["outputs compared", "outputs ignored", "module tested"]
     body = ""
     for one in rows:
         name = element("a", html.escape(one["title"]), href=link(one["page"]))
-        body += row("td", name, status_cells(one))
-    foot = row("td", f"all {len(rows)}", status_cells(all_together(rows)))
+        body += row(name, heads, status_cells(one))
+    foot = row(f"all {len(rows)}", heads, status_cells(all_together(rows)))
     bodies = element("tbody", body) + element("tfoot", foot)
     gpu = stored(root, "notebooks.cuda.json")
     on_gpu = f"GPU: {conditions(gpu['facts'])}." if gpu else "GPU: not measured here."
@@ -191,10 +204,10 @@ def status(root: Path, link: Link) -> str:
 
 
 def reference(text: str) -> str:
-    """A reference, a dotted name in code that may break at its dots."""
+    """A reference; a dotted name is code and may break behind dots and lines."""
     name, comma, rest = text.partition(",")
     if "." in name.split()[0]:
-        name = element("code", html.escape(name).replace(".", ".<wbr>"))
+        name = element("code", re.sub("([._])", r"\1<wbr>", html.escape(name)))
     else:
         name = html.escape(name)
     return name + comma + html.escape(rest)
@@ -216,7 +229,7 @@ def with_itself_in_one(references: dict[str, dict]) -> dict[str, dict]:
                 own.setdefault(column, {}).update(dtypes)
         else:
             rows[text] = references[text]
-    return rows | ({f"itself: {'; '.join(names)}": own} if own else {})
+    return rows | ({f"itself: {'; '.join(sorted(names))}": own} if own else {})
 
 
 def errors(dtypes: dict[str, dict] | None) -> str:
@@ -245,11 +258,11 @@ def component_rows(name: str, references: dict, address: str) -> str:
     words = element("a", element("code", name), href=address)
     comparisons = f"{count(references):,} comparisons"
     words = element("span", f"{words} {element('small', comparisons)}")
-    span = {"scope": "rowgroup", "colspan": str(1 + len(COLUMNS))}
+    span = {"scope": "rowgroup", "role": "rowheader", "colspan": str(len(HEADS))}
     rows = element("tr", element("th", words, **span))
     for text, columns in with_itself_in_one(references).items():
         cells = (errors(columns.get(column)) for column in COLUMNS)
-        rows += row("td", reference(text), cells)
+        rows += row(reference(text), HEADS, cells)
     return element("tbody", rows)
 
 
@@ -262,9 +275,8 @@ def module_section(root: Path, module: str, found: dict, link: Link) -> str:
         anchor = f"{page}#transformer.{module}.{name.partition('.')[0]}"
         body += component_rows(name, found[name], anchor)
     caption = f"Largest errors of transformer.{module}"
-    heads = ["reference", *COLUMNS.values()]
     text = f"## `transformer.{module}`\n\n"
-    text += table(caption, heads, body, "conformance") + "\n"
+    text += table(caption, HEADS, body, "conformance") + "\n"
     rest = ", ".join(f"`{name}`" for name in public if name not in known)
     return text + (f"No error is recorded for {rest}.\n\n" if rest else "")
 

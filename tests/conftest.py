@@ -7,9 +7,11 @@ and it refuses to load once the standard library's distutils is there.
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import sampled_coverage
 import setuptools  # noqa: F401
 import torch
 from conformance import Conformance, pairs
@@ -19,6 +21,8 @@ from torch.testing import assert_close
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 FOUND = pytest.StashKey[Conformance]()
+RAN = pytest.StashKey[list]()  # the lines that ran in each worker
+WATCH = pytest.StashKey()
 
 
 class Conform:
@@ -50,25 +54,52 @@ def conform(pytestconfig) -> Conform:
 
 def pytest_addoption(parser) -> None:
     """Name the file that takes what was measured."""
-    parser.addoption("--measured", help="write the largest errors to this file")
+    parser.addoption(
+        "--measured", help="write largest errors and coverage to this file"
+    )
 
 
 def pytest_configure(config) -> None:
-    """Start with nothing found."""
-    config.stash[FOUND] = Conformance()
+    """Start with nothing found, and watch the package if that is wanted."""
+    config.stash[FOUND], config.stash[RAN] = Conformance(), []
+    config.stash[WATCH] = None
+    if config.getoption("measured"):
+        config.stash[WATCH] = sampled_coverage.Watch()
+
+
+def pytest_collection_finish(session) -> None:
+    """Choose the tests in which the package is watched."""
+    if watch := session.config.stash[WATCH]:
+        watch.choose(item.nodeid for item in session.items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Watch the package in a chosen test."""
+    watch = item.config.stash[WATCH]
+    with watch.during(item.nodeid) if watch else nullcontext():
+        return (yield)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error) -> None:
     """Take in what a worker of pytest-xdist found."""
-    sent = getattr(node, "workeroutput", {}).get("conformance", "{}")
-    node.config.stash[FOUND].merge(json.loads(sent))
+    if sent := getattr(node, "workeroutput", {}).get("measured"):
+        found, ran = json.loads(sent)
+        node.config.stash[FOUND].merge(found)
+        node.config.stash[RAN].append(ran)
 
 
 def pytest_sessionfinish(session, exitstatus) -> None:
     """Send what a worker found to its controller; write it down if all tests passed."""
-    found, config = session.config.stash[FOUND].found, session.config
+    stash, config = session.config.stash, session.config
+    if not (watch := stash[WATCH]):
+        return
+    statements, ran = watch.lines()
+    found = stash[FOUND].found
     if hasattr(config, "workeroutput"):
-        config.workeroutput["conformance"] = json.dumps(found)
-    elif exitstatus == 0 and (path := config.getoption("measured")):
-        write(Path(path), {"facts": facts(), "components": found})
+        config.workeroutput["measured"] = json.dumps([found, ran])
+    elif exitstatus == 0:
+        coverage = sampled_coverage.share(statements, [ran, *stash[RAN]])
+        measured = {"facts": facts(), "components": found, "coverage": coverage}
+        write(Path(config.getoption("measured")), measured)

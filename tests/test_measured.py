@@ -11,6 +11,8 @@ from pathlib import Path
 
 import measured
 import pytest
+import sampled_coverage
+import test_gpu
 import torch
 from bs4 import BeautifulSoup
 from conformance import COLUMNS, Conformance
@@ -107,11 +109,13 @@ def test_comparison_fails_as_assert_close_does(conform):
 SMALL = """
 import pytest
 import torch
+from transformer.attention import causal_mask
 
 
 @pytest.mark.parametrize("i", range(8))
 def test_small(conform, i):
     x = torch.zeros(2)
+    assert causal_mask(2).shape == (2, 2)
     conform("attention", "mask", x + i / 8, x, reference="loops", atol=1)
     conform("attention", "mask", x.double(), x.double(), reference="loops", atol=1)
 """
@@ -136,10 +140,17 @@ def test_workers_together_find_what_one_process_finds(tmp_path):
     for options in (("-pno:xdist",), ("-n2", "--dist=load")):
         status, out = run_small(tmp_path, SMALL, *options)
         assert status == 0
-        found.append(measured.read(out)["components"])
+        found.append(measured.read(out))
         out.unlink()
     mask = {"float32": entry(7 / 8, 8), "float64": entry(0, 8)}
-    assert found == [{"attention": {"loops": {"mask": mask}}}] * 2
+    assert [one["components"] for one in found] == (
+        [{"attention": {"loops": {"mask": mask}}}] * 2
+    )
+    for one in found:
+        part = one["coverage"]["attention"]
+        assert 0 < part["covered"] < part["statements"]  # its import, and one function
+        assert one["coverage"]["plots"]["covered"] == 0
+    assert found[0]["coverage"] == found[1]["coverage"]
 
 
 def test_failed_tests_leave_nothing_to_accept(tmp_path):
@@ -322,27 +333,48 @@ def test_nothing_measured_is_nothing_accepted(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "accepted: nothing; run `make test` first\n"
 
 
+# --- coverage ---------------------------------------------------------------------
+
+
+def test_few_parameters_of_each_test_are_watched_evenly():
+    many = [f"a.py::test_many[{i}]" for i in range(80)]
+    few = ["a.py::test_few[x]", "a.py::test_few[y]", "b.py::test_one"]
+    watched = sampled_coverage.chosen([*many, *few])
+    assert watched == {*many[::10], *few}
+    uneven = sampled_coverage.chosen(many[:11])
+    assert len(uneven) == sampled_coverage.SAMPLE and many[0] in uneven
+
+
+def test_statement_that_ran_in_any_process_is_covered():
+    statements = {"norms": [1, 2, 3, 5], "flash": [1]}
+    ran = [{"norms": [1, 2]}, {"norms": [2, 3, 4], "gone": [1]}, {}]
+    assert sampled_coverage.share(statements, ran) == {
+        "norms": {"statements": 4, "covered": 3},
+        "flash": {"statements": 1, "covered": 0},
+    }
+
+
 # --- gathering --------------------------------------------------------------------
 
 
-def test_parts_of_a_run_are_put_together(tmp_path):
-    found = {key: TESTS[key] for key in ("facts", "components")}
-    files = {
-        f"transformer/{name}.py": {"summary": {"num_statements": 9, "covered_lines": n}}
-        for name, n in (("norms", 7), ("__init__", 1), ("_modidx", 0), ("flash", 0))
-    }
-    measured.write(tmp_path / "in" / "conformance.json", found)
-    measured.write(tmp_path / "in" / "coverage.json", {"files": files})
-    measured.gather_tests(tmp_path / "in", tmp_path / "tests.json")
-    coverage = {
-        name: {"statements": 9, "covered": n}
-        for name, n in (("norms", 7), ("flash", 0))
-    }
-    assert measured.read(tmp_path / "tests.json") == found | {"coverage": coverage}
+def test_notebooks_of_a_run_are_put_together(tmp_path):
     for name, one in NOTEBOOKS["notebooks"].items():
         measured.write(tmp_path / "nb" / f"{name}.json", one | {"facts": FACTS})
     measured.gather_notebooks(tmp_path / "nb", tmp_path / "notebooks.json")
     assert measured.read(tmp_path / "notebooks.json") == NOTEBOOKS
+
+
+def test_run_times_on_a_gpu_carry_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(test_gpu, "TIMES", tmp_path / "gpu")
+    monkeypatch.setattr(measured, "FRESH", tmp_path)
+    test_gpu.run_times("a fast card")
+    assert not (tmp_path / measured.GPU).exists()
+    for name, one in NOTEBOOKS["notebooks"].items():
+        measured.write(tmp_path / "gpu" / f"{name}.json", one | {"facts": FACTS})
+    test_gpu.run_times("a fast card")
+    found = measured.read(tmp_path / measured.GPU)
+    assert found["notebooks"] == NOTEBOOKS["notebooks"]
+    assert found["facts"]["device"] == "a fast card" and "cores" not in found["facts"]
 
 
 # --- showing ----------------------------------------------------------------------
@@ -449,13 +481,13 @@ def test_tables_can_be_read_out_and_reached_by_keyboard(book, page):
     for table in soup.find_all("table"):
         assert table.caption.get_text() and table.parent["tabindex"] == "0"
         assert table.parent["role"] == "region" and table.parent["aria-label"]
-        heads = [cell["scope"] for cell in table.thead.find_all("th")]
-        assert set(heads) == {"col"}
+        heads = table.thead.find_all("th")
+        assert {head["scope"] for head in heads} == {"col"}
         for row in table.find_all("tr")[1:]:
             head, *cells = row.find_all(["th", "td"])
             assert head.name == "th" and head["scope"] in ("row", "rowgroup")
-            width = int(head.get("colspan", 1)) + len(cells)
-            assert width == len(heads)
+            named = [cell["data-column"] for cell in cells]
+            assert named == [h.get_text() for h in heads[int(head.get("colspan", 1)) :]]
 
 
 @pytest.mark.parametrize("page", ["status", "conformance"])

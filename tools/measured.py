@@ -66,28 +66,9 @@ def read(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def covered(report: dict) -> dict[str, dict[str, int]]:
-    """The statements of each module, and how many of them ran, by coverage's report."""
-    found = {}
-    for path, file in sorted(report["files"].items()):
-        name, summary = Path(path).stem, file["summary"]
-        if not name.startswith("_"):
-            found[name] = {
-                "statements": summary["num_statements"],
-                "covered": summary["covered_lines"],
-            }
-    return found
-
-
 def percent(module: dict[str, int]) -> float:
     """The share of a module's statements that ran, in percent."""
     return 100 * module["covered"] / max(1, module["statements"])
-
-
-def gather_tests(folder: Path, out: Path) -> None:
-    """Put what the tests left in a folder into one file."""
-    found, report = read(folder / "conformance.json"), read(folder / "coverage.json")
-    write(out, found | {"coverage": covered(report)})
 
 
 def gather_notebooks(folder: Path, out: Path) -> None:

@@ -3,8 +3,9 @@
 Nothing is installed. What is missing is named: a notebook whose text or weights are
 absent is listed as not run. Packages that the machine lacks can be brought along in
 build/gpu-site: `--carry 3.12` fills that folder, elsewhere, for that Python. What was
-found goes to build/gpu.json with the device's name, and recorded experiments that take
-a device to transformer/results/NAME.cuda.json.
+found goes to build/gpu.json with the device's name, run times also to build/measured
+for `make measured`, and recorded experiments that take a device to
+transformer/results/NAME.cuda.json.
 
 Usage: python tools/test_gpu.py [--carry VERSION] [--rehearse] [--minutes 8]
 """
@@ -18,6 +19,7 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,16 +28,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import checks
+import measured
 
 ROOT = Path(__file__).resolve().parent.parent
 CARRIED = ROOT / "build" / "gpu-site"
 REPORT = ROOT / "build" / "gpu.json"
+TIMES = measured.FRESH / "gpu"
 NEEDED = ("pytest", "nbval", "nbclient", "nbformat", "ipykernel", "ipywidgets")
 NEEDED += ("matplotlib", "numpy", "safetensors", "tqdm")
 # Tests of the repository rather than of the package; `make test` runs them.
 ELSEWHERE = ("browser", "test_colab.py", "test_export.py", "test_notebooks.py")
 ELSEWHERE += ("test_repository.py", "test_machinery.py", "test_site.py")
-ELSEWHERE += ("test_sources.py",)
+ELSEWHERE += ("test_sources.py", "test_measured.py")
 # What a machine with torch may lack, and text that is small enough to travel.
 BROUGHT = """
     nbval nbclient nbformat ipykernel ipython ipywidgets jupyter_client jupyter_core
@@ -125,8 +129,20 @@ def notebook(path: Path, clock: Clock) -> dict:
         print(f"{path.stem}: not run, absent: {', '.join(absent)}", flush=True)
         return {"result": "not run", "absent": absent}
     command = (sys.executable, str(ROOT / "tools" / "check_notebook.py"), str(path))
+    out = ("--measured", str(TIMES / f"{path.stem}.json"))
     variables = {"OMP_NUM_THREADS": "1", "RECORDED": "probe"}
-    return tell(path.stem, *clock.run(*command, **variables))
+    return tell(path.stem, *clock.run(*command, *out, **variables))
+
+
+def run_times(device: str) -> None:
+    """Put what the notebooks that passed have measured into one file."""
+    paths = sorted(TIMES.glob("*.json"))
+    found = {path.stem: measured.read(path) for path in paths}
+    on = [notebook.pop("facts") for notebook in found.values()]
+    if found:
+        facts = {key: on[0][key] for key in ("date", "python", "torch")}
+        out = {"facts": facts | {"device": device}, "notebooks": found}
+        measured.write(measured.FRESH / measured.GPU, out)
 
 
 def measurements(clock: Clock, device: str) -> dict:
@@ -229,7 +245,10 @@ def main(words: list[str]) -> int:
     name = "a CPU" if wanted.rehearse else torch.cuda.get_device_name()
     print(f"on {name}, torch {torch.__version__}", flush=True)
     clock = Clock(wanted.minutes)
+    shutil.rmtree(TIMES, ignore_errors=True)
     found = everything(clock, device)
+    if not wanted.rehearse:
+        run_times(name)
     report(name, found, time.monotonic() - clock.start)
     failed = failures(found)
     print("failed: " + ", ".join(failed) if failed else "all that could run passed")

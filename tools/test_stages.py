@@ -41,34 +41,18 @@ def environment() -> bool:
     return run(sys.executable, "tools/environment.py", "test")
 
 
-def forget(name: str) -> Path:
-    """Remove what an earlier run measured; the folder for what this one does."""
-    folder = MEASURED / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.with_suffix(".json").unlink(missing_ok=True)
-    folder.mkdir(parents=True)
-    return folder
-
-
 def unit() -> bool:
     """Lint, and the tests of the package and of the repository."""
     folders = [name for name in FORMATTED if (ROOT / name).is_dir()]
     pytest = (PYTHON, "-m", "pytest", "tests", "--ignore=tests/browser")
-    out = forget("tests")
-    report = f"json:{out / 'coverage.json'}"
-    measure = (f"--measured={out / 'conformance.json'}", "--cov=transformer")
-    variables = {"COVERAGE_FILE": str(out / "coverage")}
+    out = MEASURED / "tests.json"
+    out.unlink(missing_ok=True)
+    options = ("-n2", "--dist=worksteal", "--durations=10", f"--measured={out}")
     steps = [
         run(PYTHON, "-m", "ruff", "check", "."),
         run(PYTHON, "-m", "ruff", "format", "--check", *folders),
-        run(
-            *(*pytest, "-n2", "--dist=worksteal", "--durations=10"),
-            *(*measure, f"--cov-report={report}"),
-            **variables,
-        ),
+        run(*pytest, *options),
     ]
-    if steps[-1]:
-        measures.gather_tests(out, out.with_suffix(".json"))
     return all(steps)
 
 
@@ -135,7 +119,9 @@ def check_notebook(path: Path) -> bool:
 
 def notebooks() -> bool:
     """Every notebook gives its stored outputs, alone with the wheel, two at a time."""
-    out = forget("notebooks")
+    out = MEASURED / "notebooks"
+    out.with_suffix(".json").unlink(missing_ok=True)
+    shutil.rmtree(out, ignore_errors=True)
     if not (install_wheel() and imports_wheel()):
         return False
     paths = sorted((ROOT / "chapters").glob("*.ipynb"), key=lambda p: -p.stat().st_size)
