@@ -121,7 +121,7 @@ def table(caption: str, heads: list[str], bodies: str, kind: str) -> str:
     top = element("tr", "".join(element("th", name, **column) for name in heads))
     words = element("caption", caption, class_="visually-hidden")
     inside = words + element("thead", top) + bodies
-    whole = element("table", inside, class_=f"table {kind}")
+    whole = element("table", inside, class_=kind)
     box = {"class_": "measured", "role": "region", "tabindex": "0"}
     box |= {"aria_label": caption}
     return f"```{{raw}} html\n{element('div', whole, **box)}\n```\n"
