@@ -23,7 +23,7 @@ from transformer.attention import (
 )
 from transformer.sources import weights_path
 
-BERT = "transformers.models.bert.modeling_bert.Bert"
+BERT = "transformers.Bert"
 SENTENCE = "the old dog did not cross the street because it was too tired ."
 each_device = pytest.mark.parametrize("device", DEVICES)
 
