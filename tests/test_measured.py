@@ -340,7 +340,7 @@ def test_few_parameters_of_each_test_are_watched_evenly():
     many = [f"a.py::test_many[{i}]" for i in range(80)]
     few = ["a.py::test_few[x]", "a.py::test_few[y]", "b.py::test_one"]
     watched = sampled_coverage.chosen([*many, *few])
-    assert watched == {*many[::10], *few}
+    assert watched == {*many[:: 80 // sampled_coverage.SAMPLE], *few}
     uneven = sampled_coverage.chosen(many[:11])
     assert len(uneven) == sampled_coverage.SAMPLE and many[0] in uneven
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SAMPLE = 8
+SAMPLE = 4
 Lines = dict[str, list[int]]
 
 
