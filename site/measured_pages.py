@@ -182,7 +182,7 @@ def all_together(rows: list[dict]) -> dict:
 
 def status(root: Path, link: Link) -> str:
     """The table of the notebooks, as MyST."""
-    measured = stored(root, "notebooks.json")
+    measured = stored(root, "notebooks.json") or stored(root, "tests.json")
     if not measured:
         return NOTHING
     rows = status_rows(root)
