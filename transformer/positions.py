@@ -7,7 +7,7 @@ __all__ = ['pair_frequencies', 'sinusoids', 'SinusoidalPositions', 'LearnedPosit
            'RoPE', 'neighbours_to_halves', 'ntk_base', 'yarn_frequencies', 'yarn_scale', 'alibi_slopes',
            'alibi_attention']
 
-# %% ../chapters/02_positional_encoding.ipynb #987ff5fb
+# %% ../chapters/02_positional_encoding.ipynb #imports
 import math
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ from transformer.attention import (
     split_heads,
 )
 
-# %% ../chapters/02_positional_encoding.ipynb #641e583f
+# %% ../chapters/02_positional_encoding.ipynb #pair_frequencies
 def pair_frequencies(
     width: int, base: float = 10000.0, device: torch.device | None = None
 ) -> Tensor:
@@ -49,7 +49,7 @@ def pair_frequencies(
     steps = torch.arange(0, width, 2, dtype=widest(device), device=device)
     return base ** -(steps / width)
 
-# %% ../chapters/02_positional_encoding.ipynb #0cbd3827
+# %% ../chapters/02_positional_encoding.ipynb #widest
 def widest(device: torch.device | None) -> torch.dtype:
     """The most exact floating dtype of a device."""
     kind = torch.device(device or "cpu").type
@@ -69,13 +69,13 @@ def angles_at(positions: Tensor, frequencies: Tensor) -> Tensor:
     wide = {"device": positions.device, "dtype": widest(positions.device)}
     return positions[..., None].to(**wide) * frequencies.to(**wide)
 
-# %% ../chapters/02_positional_encoding.ipynb #5ab9a373
+# %% ../chapters/02_positional_encoding.ipynb #sinusoids_at
 def sinusoids_at(positions: Tensor, d_model: int, base: float = 10000.0) -> Tensor:
     """The rows of `sinusoids` for any positions, positions.shape + (C,), in float64."""
     angles = angles_at(positions, pair_frequencies(d_model, base, positions.device))
     return torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)[..., :d_model]
 
-# %% ../chapters/02_positional_encoding.ipynb #ccbbcec6
+# %% ../chapters/02_positional_encoding.ipynb #sinusoids
 def sinusoids(n_positions: int, d_model: int, base: float = 10000.0) -> Tensor:
     """Write each position as the sines and cosines of its angles.
 
@@ -97,7 +97,7 @@ def sinusoids(n_positions: int, d_model: int, base: float = 10000.0) -> Tensor:
     """
     return sinusoids_at(torch.arange(n_positions), d_model, base).float()
 
-# %% ../chapters/02_positional_encoding.ipynb #5d2123b5
+# %% ../chapters/02_positional_encoding.ipynb #SinusoidalPositions
 class SinusoidalPositions(nn.Module):
     """Add to each token the sinusoids of its position.
 
@@ -137,7 +137,7 @@ class SinusoidalPositions(nn.Module):
         check_positions(positions, x)
         return x + sinusoids_at(positions, self.d_model, self.base).to(x)
 
-# %% ../chapters/02_positional_encoding.ipynb #0dcb4792
+# %% ../chapters/02_positional_encoding.ipynb #check_positions
 def check_positions(positions: Tensor, x: Tensor) -> None:
     """Refuse positions that would repeat x (..., T, C), or do not fit it."""
     lead, at = x.shape[:-1], positions.shape
@@ -146,7 +146,7 @@ def check_positions(positions: Tensor, x: Tensor) -> None:
         shapes = f"{tuple(positions.shape)=}, {tuple(x.shape)=}"
         raise ValueError(f"positions must broadcast to the tokens of x, got {shapes}")
 
-# %% ../chapters/02_positional_encoding.ipynb #3f4b0c24
+# %% ../chapters/02_positional_encoding.ipynb #LearnedPositions
 class LearnedPositions(nn.Module):
     """Add to each token a learned vector for its position.
 
@@ -190,7 +190,7 @@ class LearnedPositions(nn.Module):
         check_rows(positions, n_positions)
         return x + self.weight[positions]
 
-# %% ../chapters/02_positional_encoding.ipynb #e72f76f0
+# %% ../chapters/02_positional_encoding.ipynb #check_rows
 def check_rows(positions: Tensor, n_positions: int) -> None:
     """Refuse positions that are no row numbers of a table, before a GPU sees them."""
     if positions.is_floating_point():
@@ -203,7 +203,7 @@ def check_rows(positions: Tensor, n_positions: int) -> None:
         found = f"positions from {low} to {high}, {n_positions=}"
         raise ValueError(f"positions must lie in 0 … n_positions − 1, got {found}")
 
-# %% ../chapters/02_positional_encoding.ipynb #cf59f300
+# %% ../chapters/02_positional_encoding.ipynb #relative_shift
 def relative_shift(scores: Tensor) -> Tensor:
     """Move scores by distance to the keys at that distance.
 
@@ -222,7 +222,7 @@ def relative_shift(scores: Tensor) -> Tensor:
     padded = nn.functional.pad(scores, (1, 0)).flatten(-2)
     return padded[..., n_queries:].unflatten(-1, (n_queries, n_keys))
 
-# %% ../chapters/02_positional_encoding.ipynb #d972b475
+# %% ../chapters/02_positional_encoding.ipynb #scores_by_distance
 def scores_by_distance(
     q: Tensor, project: nn.Linear, n_keys: int, causal: bool
 ) -> Tensor:
@@ -246,7 +246,7 @@ def scores_by_distance(
     r = split_heads(project(rows), n_heads)  # (H, n, D)
     return relative_shift(q @ r.mT)[..., :n_keys] / math.sqrt(d_head)
 
-# %% ../chapters/02_positional_encoding.ipynb #6d8d3802
+# %% ../chapters/02_positional_encoding.ipynb #biased_attention
 def biased_attention(
     q: Tensor,
     k: Tensor,
@@ -271,7 +271,7 @@ def biased_attention(
     weights = scores.softmax(dim=-1).to(v.dtype)
     return (weights if mask is None else weights.masked_fill(~mask, 0)) @ v
 
-# %% ../chapters/02_positional_encoding.ipynb #496eb92c
+# %% ../chapters/02_positional_encoding.ipynb #RelativeAttention
 class RelativeAttention(nn.Module):
     """Let each token gather from others by what they hold and how far away they are.
 
@@ -342,7 +342,7 @@ class RelativeAttention(nn.Module):
         q = q + self.content_bias[:, None]
         return self.out(merge_heads(biased_attention(q, k, v, bias, mask, causal)))
 
-# %% ../chapters/02_positional_encoding.ipynb #28d51cb1
+# %% ../chapters/02_positional_encoding.ipynb #place_pairs
 def place_pairs(a: Tensor, b: Tensor, pairing: str) -> Tensor:
     """Put the first and second features of all pairs where the pairing has them."""
     if pairing == "halves":
@@ -357,7 +357,7 @@ def swap_pairs(x: Tensor, pairing: str) -> Tensor:
         return x.roll(half, dims=-1)
     return x.unflatten(-1, (half, 2)).flip(-1).flatten(-2)
 
-# %% ../chapters/02_positional_encoding.ipynb #9fa11921
+# %% ../chapters/02_positional_encoding.ipynb #rotation
 def rotation(
     positions: Tensor, frequencies: Tensor, d_head: int, pairing: str, scale: float
 ) -> Callable[[Tensor], Tensor]:
@@ -381,7 +381,7 @@ def rotation(
 
     return turn
 
-# %% ../chapters/02_positional_encoding.ipynb #fe8793a8
+# %% ../chapters/02_positional_encoding.ipynb #RoPE
 class RoPE(nn.Module):
     """Turn each pair of features of a query or a key by an angle: position · frequency.
 
@@ -452,7 +452,7 @@ class RoPE(nn.Module):
             frequencies = pair_frequencies(self.d_rotary, self.base, positions.device)
         return rotation(positions, frequencies, self.d_head, self.pairing, self.scale)
 
-# %% ../chapters/02_positional_encoding.ipynb #f1f51a0b
+# %% ../chapters/02_positional_encoding.ipynb #neighbours_to_halves
 def neighbours_to_halves(
     rows: Tensor, n_heads: int, d_rotary: int | None = None
 ) -> Tensor:
@@ -481,7 +481,7 @@ def neighbours_to_halves(
     order = torch.cat((old[:width:2], old[1:width:2], old[width:]))
     return rows.unflatten(0, (n_heads, d_head))[:, order].flatten(0, 1)
 
-# %% ../chapters/02_positional_encoding.ipynb #183f07fc
+# %% ../chapters/02_positional_encoding.ipynb #ntk_base
 def ntk_base(
     d_rotary: int,
     length: int,
@@ -516,7 +516,7 @@ def ntk_base(
     stretch = factor * length / n_trained - (factor - 1)
     return base * stretch ** (d_rotary / (d_rotary - 2))
 
-# %% ../chapters/02_positional_encoding.ipynb #ecd4a3b3
+# %% ../chapters/02_positional_encoding.ipynb #yarn_frequencies
 def yarn_frequencies(
     d_rotary: int,
     factor: float,
@@ -563,7 +563,7 @@ def yarn_scale(factor: float) -> float:
     """
     return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
-# %% ../chapters/02_positional_encoding.ipynb #006b5a46
+# %% ../chapters/02_positional_encoding.ipynb #exact_slopes
 def exact_slopes(n_heads: int) -> list[float]:
     """The slopes as Python's numbers."""
     if n_heads < 1:
@@ -573,7 +573,7 @@ def exact_slopes(n_heads: int) -> list[float]:
     exponents += [4 * h / n for h in range(1, 2 * (n_heads - n), 2)]
     return [2**-e for e in exponents]
 
-# %% ../chapters/02_positional_encoding.ipynb #bd098670
+# %% ../chapters/02_positional_encoding.ipynb #alibi_slopes
 def alibi_slopes(n_heads: int) -> Tensor:
     """Give each head the slope at which it loses interest: 2^(−8h / H), h = 1 … H.
 
@@ -593,7 +593,7 @@ def alibi_slopes(n_heads: int) -> Tensor:
     """
     return torch.tensor(exact_slopes(n_heads))
 
-# %% ../chapters/02_positional_encoding.ipynb #2be2a38c
+# %% ../chapters/02_positional_encoding.ipynb #alibi_attention
 def alibi_attention(n_heads: int) -> Callable[..., Tensor]:
     """Make an `attend` that takes slope · distance from each score.
 
