@@ -3,7 +3,6 @@
 A figure with sliders is saved as the state of its widgets, with every frame inside.
 On the page each frame is a file of its own, loaded when it is wanted, and the sliders
 are the browser's: explore.js moves them in place of 3.6 MB of widget scripts.
-The theme loads its icons twice, as fonts and as a script of 1.5 MB; the fonts stay.
 """
 
 from __future__ import annotations
@@ -23,9 +22,6 @@ from sphinx.errors import ExtensionError
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
-ICON_SCRIPT = re.compile(
-    r"<(script|link)\b[^>]*/fontawesome/[^>]*\.js[^>]*>(</script>)?"
-)
 
 
 class Widgets:
@@ -133,16 +129,7 @@ def draw_widgets(app: Sphinx, docname: str, content: list[str]) -> None:
     content[0] = json.dumps(notebook)
 
 
-def drop_icon_script(app: Sphinx, error: Exception | None) -> None:
-    """Leave out the script that draws the icons a second time."""
-    if error is None and app.builder.format == "html":
-        for path in Path(app.outdir).rglob("*.html"):
-            text = path.read_text(encoding="utf-8")
-            path.write_text(ICON_SCRIPT.sub("", text), encoding="utf-8")
-
-
 def setup(app: Sphinx) -> dict:
     """Connect the extension."""
     app.connect("source-read", draw_widgets, priority=400)
-    app.connect("build-finished", drop_icon_script)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""Figures with sliders as they get onto a page, and what pages leave out."""
+"""Figures with sliders as they get onto a page."""
 
 from __future__ import annotations
 
@@ -129,15 +129,3 @@ def test_frames_that_do_not_fit_stop_the_build(tmp_path):
     models["inner"]["state"]["_options_labels"] = ["1", "2"]
     with pytest.raises(ExtensionError, match="6 frames"):
         drawn(models, tmp_path)
-
-
-def test_icons_are_loaded_once(tmp_path):
-    page, icons = tmp_path / "a.html", "_static/vendor/fontawesome/6.5.2"
-    kept = f'<link href="{icons}/css/all.min.css" rel="stylesheet" />'
-    script = f'<script src="{icons}/js/all.min.js?digest=1"></script>'
-    early = f'<link rel="preload" as="script" href="{icons}/js/all.min.js?digest=1" />'
-    page.write_text(kept + early + script + "<p>", encoding="utf-8")
-    builder = SimpleNamespace(format="html")
-    app = SimpleNamespace(builder=builder, outdir=tmp_path)
-    light_pages.drop_icon_script(app, None)
-    assert page.read_text(encoding="utf-8") == kept + "<p>"

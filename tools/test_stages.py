@@ -139,7 +139,8 @@ def book() -> bool:
 
 def browser() -> bool:
     """The pages work in a real browser, from localhost alone."""
-    return run(PYTHON, "-m", "pytest", "tests/browser")
+    two = ("-n2", "--dist=loadgroup", "--durations=10")
+    return run(PYTHON, "-m", "pytest", "tests/browser", *two)
 
 
 def measured() -> bool:

@@ -1,10 +1,17 @@
-"""The built book, a server for it on localhost, and a real browser."""
+"""The built book, a server for it on localhost, and a real browser.
+
+BOOK=folder tests the book in another folder, whatever it was built from.
+"""
 
 from __future__ import annotations
 
 import functools
+import gzip
 import http.server
 import importlib.util
+import io
+import os
+import re
 import shutil
 import sys
 import threading
@@ -14,11 +21,16 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
-HTML = ROOT / "_build" / "html"
+HTML = Path(os.environ.get("BOOK", ROOT / "_build" / "html")).resolve()
 FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
     "--disable-background-networking --disable-component-update"
 ).split()
+OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+DESK, PHONE = {"width": 1280, "height": 900}, {"width": 420, "height": 900}
+# Console errors that are known and harmless: why, then the pattern. None at present.
+ALLOWED: dict[str, str] = {}
+AT_ONCE = "*, *::before, *::after { transition: none !important; animation: none; }"
 
 sys.path.insert(0, str(ROOT / "site"))
 # Not by its name, which is also that of a package for wheels.
@@ -34,33 +46,61 @@ def pages() -> list[str]:
 
 
 def pytest_generate_tests(metafunc) -> None:
-    """One test for each built page, or one that fails where there is none."""
+    """One test for each built page, or one that fails where there is none.
+
+    The tests of a page follow each other in one process, for they share its loading.
+    """
     if "page_path" in metafunc.fixturenames:
-        metafunc.parametrize("page_path", pages() or ["index.html"])
+        paths = pages() or ["index.html"]
+        params = [pytest.param(p, marks=pytest.mark.xdist_group(p)) for p in paths]
+        metafunc.parametrize("page_path", params, scope="session")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def book() -> Path:
     """The folder of the built book, which must be that of the present sources."""
     stamp = HTML.parent / "stamp"
-    if not (HTML / "index.html").is_file() or not stamp.is_file():
+    if not (HTML / "index.html").is_file():
         pytest.exit("there is no built book: run `make book` first", returncode=1)
-    if stamp.read_text(encoding="utf-8") != build.digest():
+    if "BOOK" not in os.environ and (
+        not stamp.is_file() or stamp.read_text(encoding="utf-8") != build.digest()
+    ):
         pytest.exit("the built book is stale: run `make book` first", returncode=1)
     return HTML
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Serves files and says nothing."""
+@functools.cache
+def squeezed(path: Path) -> bytes:
+    """A file as hosts of static pages send it."""
+    return gzip.compress(path.read_bytes(), compresslevel=6)
+
+
+class Host(http.server.SimpleHTTPRequestHandler):
+    """Serves files as hosts of static pages do: text is compressed on its way."""
+
+    protocol_version = "HTTP/1.1"
 
     def log_message(self, *args) -> None:
         """Nothing."""
+
+    def send_head(self):
+        """Send the headers and give the body."""
+        path = Path(self.translate_path(self.path))
+        if path.suffix not in {".html", ".css", ".js", ".svg"} or not path.is_file():
+            return super().send_head()
+        body = squeezed(path)
+        self.send_response(200)
+        self.send_header("Content-Type", self.guess_type(str(path)))
+        self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        return io.BytesIO(body)
 
 
 @pytest.fixture(scope="session")
 def address(book):
     """The book's address on localhost."""
-    handler = functools.partial(Quiet, directory=str(book))
+    handler = functools.partial(Host, directory=str(book))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
@@ -75,6 +115,84 @@ def browser():
     if path is None:
         pytest.exit("there is no Chromium: .ci/run installs it", returncode=1)
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        chromium = playwright.chromium.launch(
+            executable_path=path, args=[*FLAGS, OFFLINE]
+        )
         yield chromium
         chromium.close()
+
+
+class Watched:
+    """A page in a context of its own that remembers what went wrong on it."""
+
+    def __init__(self, browser, address: str, **how) -> None:
+        self.address, self.wrong, self.n_bytes = address, [], 0
+        self.context = browser.new_context(viewport=DESK, **how)
+        self.page = self.context.new_page()
+        self.page.on("console", self.on_console)
+        self.page.on("pageerror", lambda error: self.note(f"script: {error}"))
+        self.page.on("response", self.on_response)
+        self.page.on("request", self.on_request)
+        wire = self.context.new_cdp_session(self.page)
+        wire.send("Network.enable")
+        wire.on("Network.loadingFinished", self.on_finished)
+
+    def note(self, what: str) -> None:
+        """Keep what went wrong, unless it is allowed."""
+        if not any(re.search(pattern, what) for pattern in ALLOWED.values()):
+            self.wrong.append(what)
+
+    def on_request(self, request) -> None:
+        """Note what is asked for elsewhere; the browser is offline and gets nothing."""
+        if not request.url.startswith((self.address, "data:", "blob:")):
+            self.note(f"request to another host: {request.url}")
+
+    def on_console(self, message) -> None:
+        """Note an error in the console."""
+        if message.type == "error":
+            self.note(f"console: {message.text}")
+
+    def on_response(self, response) -> None:
+        """Note what is missing."""
+        if response.status >= 400:
+            self.note(f"{response.status} for {response.url}")
+
+    def on_finished(self, event: dict) -> None:
+        """Count what was transferred."""
+        self.n_bytes += event["encodedDataLength"]
+
+    def open(self, path: str):
+        """Load a page and wait until its scripts have drawn what they draw."""
+        self.page.goto(self.address + path)
+        if self.page.locator(".math").count():
+            self.page.wait_for_selector("mjx-container")
+            self.page.evaluate(
+                "MathJax.startup.promise.then(() => document.fonts.ready)"
+            )
+        self.page.wait_for_load_state("networkidle")
+        return self.page
+
+    def show(self, size: dict, scheme: str = "light", media: str = "screen") -> None:
+        """Change the window, the theme and the medium."""
+        self.page.set_viewport_size(size)
+        self.page.emulate_media(color_scheme=scheme, media=media)
+        self.page.wait_for_selector(f"html[data-theme={scheme}]", state="attached")
+
+
+@pytest.fixture
+def watched(browser, address):
+    """An empty page."""
+    page = Watched(browser, address)
+    yield page
+    page.context.close()
+
+
+@pytest.fixture(scope="session")
+def opened(browser, address, page_path):
+    """A page of the book, loaded once for all its tests."""
+    page = Watched(browser, address)
+    page.open(page_path)
+    page.n_bytes_first = page.n_bytes
+    page.page.add_style_tag(content=AT_ONCE)
+    yield page
+    page.context.close()
