@@ -478,6 +478,7 @@ def test_conformance_shows_each_error_with_its_reference(book):
 def test_tables_can_be_read_out_and_reached_by_keyboard(book, page):
     text = getattr(measured_pages, page)(book, link)
     soup = BeautifulSoup(text, "html.parser")
+    assert soup.find("table")
     for table in soup.find_all("table"):
         assert table.caption.get_text() and table.parent["tabindex"] == "0"
         assert table.parent["role"] == "region" and table.parent["aria-label"]
