@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 import types
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import checks
@@ -116,14 +118,16 @@ def wheels(tmp_path_factory):
     return wheel.parent
 
 
-@pytest.fixture
-def machine(tmp_path, wheels):
-    """An environment of its own that may take packages from one folder only."""
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True
-    )
+def make_machine(folder: Path, wheels: Path) -> tuple[Path, Callable]:
+    """An environment of its own that may take packages from one folder only.
+
+    Returns:
+        Where its packages lie, and a function that runs its Python.
+    """
+    venv = folder / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    packages = tmp_path / "venv" / "lib" / version / "site-packages"
+    packages = venv / "lib" / version / "site-packages"
     (packages / "pip").symlink_to(Path(pip.__file__).parent)
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHON"))},
@@ -133,17 +137,24 @@ def machine(tmp_path, wheels):
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }
 
-    def run(code: str) -> subprocess.CompletedProcess:
+    def run(*arguments: str | Path) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [tmp_path / "venv" / "bin" / "python", "-c", code],
+            [venv / "bin" / "python", *arguments],
             env=environment,
-            cwd=tmp_path,
+            cwd=folder,
             capture_output=True,
             text=True,
             encoding="utf-8",
         )
 
     return packages, run
+
+
+@pytest.fixture
+def machine(tmp_path, wheels):
+    """An empty machine, and a function that runs code on it."""
+    packages, run = make_machine(tmp_path, wheels)
+    return packages, lambda code: run("-c", code)
 
 
 LIST = (
@@ -200,3 +211,66 @@ def test_carrier_that_cannot_be_had_is_said_in_one_line(machine, wheels):
     done = run(ON_COLAB + longest_cell().replace("==", "==999"))
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("RuntimeError: pip could not install ") and "==999" in last
+
+
+# --- every notebook, opened on a machine that has everything but what it installs ---
+
+
+OLD = ROOT / "build" / "colab"  # what Colab has in an older version than the locks
+
+
+def stem(name: str) -> str:
+    """A package's name as its files spell it."""
+    return re.sub(r"[-_.]+", "_", name).lower()
+
+
+@pytest.fixture(scope="module")
+def old_widgets() -> Path:
+    """A folder with ipywidgets 7.7.1, fetched once."""
+    pins = (ROOT / "requirements" / "colab.txt").read_text(encoding="utf-8").split()
+    folder = OLD / "-".join(pins)
+    if not folder.is_dir():
+        part = OLD / "part"
+        shutil.rmtree(OLD, ignore_errors=True)
+        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
+        subprocess.run([*install, "--target", str(part), *pins], check=True)
+        part.rename(folder)
+    return folder
+
+
+def furnish(packages: Path, old_widgets: Path) -> None:
+    """Link to what is installed here, but for what a notebook installs by itself.
+
+    Of a carrier only pip's record is left out: its files are large and are read.
+    """
+    ours = Path(pip.__file__).parent.parent
+    carriers = {stem(pin.split("==")[0]) for pin in CARRIERS}
+    old = {stem(path.name.partition("-")[0]) for path in old_widgets.iterdir()}
+    absent = old | {"measured_transformer", "__editable__", "widgetsnbextension"}
+    metadata(packages, "widgetsnbextension", "3.6.6")  # ipywidgets 7 asks for it
+    for path in old_widgets.iterdir():
+        (packages / path.name).symlink_to(path)
+    for path in ours.iterdir():
+        name, _, kind = path.name.partition("-")
+        record = stem(name) in carriers and kind.endswith(".dist-info")
+        known = record or stem(name) in absent or path.suffix == ".pth"
+        if not known and not (packages / path.name).exists():
+            (packages / path.name).symlink_to(path)
+
+
+def test_every_notebook_opens_alone(tmp_path, wheels, old_widgets):
+    packages, run = make_machine(tmp_path, wheels)
+    furnish(packages, old_widgets)
+    driver = ROOT / "tests" / "open_on_colab.py"
+    done = run("-I", driver, "found.json", *CHAPTERS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert sorted(found) == [path.stem for path in CHAPTERS]
+    errors = [f"{name}: {it['error']}" for name, it in found.items() if "error" in it]
+    assert errors == [], "\n".join(errors)
+    installed = {it["package"] for it in found.values()} - {None}
+    assert installed <= {str(packages / "transformer" / "__init__.py")}, "the wheel"
+    (figure,) = [it["figure"] for it in found.values() if "figure" in it]
+    assert figure["ipywidgets"] == COLAB["ipywidgets"]
+    assert {"TabModel", "SelectionSliderModel", "LinkModel"} <= {*figure["models"]}
+    assert len(figure["frames"]) > 1 and len(set(figure["frames"])) > 1

@@ -351,10 +351,10 @@ def test_terms_are_found_in_the_order_of_their_length():
         glossary_links.Term("a", ["key"], "键", []),
         glossary_links.Term("b", ["key value head"], "头", []),
     ]
-    text = nodes.Text("a key-value head and its key")
+    text = nodes.Text("a key value head and its key")
     document = nodes.paragraph("", "", text)
     _, ((_, found),) = glossary_links.Finder(terms).find(document)
     assert [(match[0], term.anchor) for match, term in found] == [
-        ("key-value head", "b"),
+        ("key value head", "b"),
         ("key", "a"),
     ]
