@@ -78,13 +78,12 @@ class PreNormBlock(Block):
 
     Parts: `attn_norm attn cross_norm cross ffn_norm ffn`.
 
-    Called as block(x, *, mask=None, causal=False, prepare=None, context=None,
-    context_mask=None) with x (..., T, C), returns (..., T, C):
-        mask: (T, T) or (B, H or 1, T or 1, T) bool, True where a token may look.
-        causal: Let each token see its own position and earlier ones.
-        prepare: Goes to attn; see `MultiHeadAttention`.
-        context: (..., S, C), what cross reads; needed if and only if there is a cross.
-        context_mask: As mask, for the S tokens of the context.
+    Called as block(x, mask=None, causal=False, prepare=None, context=None,
+    context_mask=None) with x (..., T, C); returns (..., T, C). The mask, (T, T) or
+    (B, H or 1, T or 1, T) bool, is True where a token may look; causal lets each token
+    see its own position and earlier ones; prepare goes to attn, as in
+    `MultiHeadAttention`; context (..., S, C) is what cross reads, given if and only if
+    there is a cross; context_mask is its mask, for the S tokens.
 
     Raises:
         ValueError: A context without cross-attention, or the reverse.
