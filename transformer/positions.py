@@ -597,7 +597,7 @@ def alibi_slopes(n_heads: int) -> Tensor:
 def alibi_attention(n_heads: int) -> Callable[..., Tensor]:
     """Make an `attend` that takes slope · distance from each score.
 
-    Head h computes softmax(q kᵀ / √D − slope_h · |i − j|) v, where query i stands at
+    Head h computes softmax(q kᵀ / √D − slope_h · abs(i − j)) v, where query i stands at
     key position i + S − T: the last query stands at the last key, causal or not. For
     causal attention this is the paper's −slope · (i − j). H × T × S numbers in memory.
 
