@@ -145,7 +145,7 @@ def test_runs_in_every_dtype(kind, cross, device, dtype, conform):
     step = torch.finfo(dtype).eps  # values are below 8, and some ten roundings add up
     name = type(block).__name__
     how = {"reference": "itself in float64", "atol": 80 * step}
-    conform(name, "dtype", got.cpu().double(), want, **how)
+    conform(name, "dtype", got.cpu(), want, **how)
 
 
 @each_device
