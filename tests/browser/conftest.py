@@ -27,6 +27,7 @@ FLAGS = (
     "--disable-background-networking --disable-component-update"
 ).split()
 OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+CHECKS = ROOT / "tests" / "browser" / "checks.js"
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 420, "height": 900}
 # Console errors that are known and harmless: why, then the pattern. None at present.
 ALLOWED: dict[str, str] = {}
@@ -128,6 +129,7 @@ class Watched:
     def __init__(self, browser, address: str, **how) -> None:
         self.address, self.wrong, self.n_bytes = address, [], 0
         self.context = browser.new_context(viewport=DESK, **how)
+        self.context.add_init_script(path=CHECKS)
         self.page = self.context.new_page()
         self.page.on("console", self.on_console)
         self.page.on("pageerror", lambda error: self.note(f"script: {error}"))
