@@ -16,6 +16,7 @@ WITH_PATH = {"blob", "blame", "edit", "raw", "tree"}
 WITHOUT = {"actions", "commit", "discussions", "issues", "pull", "pulls", "releases"}
 
 
+@functools.cache
 def config() -> dict:
     """The book's configuration, the one place where owner and branch stand."""
     return yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))

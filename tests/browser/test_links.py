@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 from urllib.parse import urldefrag
@@ -10,14 +9,9 @@ from urllib.parse import urldefrag
 import pytest
 import repository_links
 from bs4 import BeautifulSoup
+from test_html import soup  # parsed once for both
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@functools.cache
-def soup(path: Path) -> BeautifulSoup:
-    """The parsed page."""
-    return BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
 
 
 def links(page: BeautifulSoup) -> list[str]:
@@ -51,7 +45,7 @@ def test_source_links_land_on_the_definition(book, module):
             continue
         address, anchor = urldefrag(link["href"])
         block = soup((book / "api" / address).resolve()).find(id=anchor)
-        name = anchor.rsplit(".", 1)[1]
+        name = entry["id"].rpartition(".")[2]
         defined = re.search(rf"^\s*(def|class) {name}\b", block.get_text(), re.M)
         assert defined, f"{link['href']} lands elsewhere"
         found += 1
