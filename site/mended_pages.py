@@ -3,6 +3,7 @@
 For ears and keyboards:
 - a control is called by the words that are seen on it, not by others;
 - what unfolds the pages below an entry of the sidebar has a name;
+- the bibliography is no list, for its entries are no items of one;
 - parameters on lines of their own are no list of definitions without terms.
 
 For the scale: the icons come as fonts and again as a script of 1.5 MB; the fonts stay.
@@ -19,9 +20,11 @@ LINES = re.compile(r'<dl>\n(<dd><em class="sig-param">.*?)</dl>\n', re.DOTALL)
 MENDED = [
     (r"<(?:script|link)\b[^>]*/fontawesome/[^>]*\.js\b[^>]*>(?:</script>)?", ""),
     (r'(<button class="[^"]*search-button-field[^>]*?) title="Search"[^>]*>', r"\1>"),
+    (r'<div role="list" class="citation-list">', '<div class="citation-list">'),
     (r'<summary aria-label="Toggle hidden content">', "<summary>"),
     (
-        r"(<a class=\"reference internal\"[^>]*>([^<]*)</a><details[^>]*><summary)>",
+        r'(<a class="(?:current )?reference internal"[^>]*>([^<]*)</a>'
+        r"<details[^>]*><summary)>",
         r'\1 aria-label="Pages of \2">',
     ),
 ]

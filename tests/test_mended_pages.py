@@ -35,11 +35,18 @@ def test_controls_are_called_by_what_is_seen_on_them():
     assert shown.summary.attrs == {}
 
 
-def test_toggle_in_the_sidebar_is_named_after_its_entry():
-    link = '<a class="reference internal" href="api.html">Package reference</a>'
+@pytest.mark.parametrize("kind", ["reference internal", "current reference internal"])
+def test_toggle_in_the_sidebar_is_named_after_its_entry(kind):
+    link = f'<a class="{kind}" href="api.html">Package reference</a>'
     page = f"{link}<details><summary><span></span></summary></details>"
     shown = BeautifulSoup(mended_pages.mended(page), "html.parser")
     assert shown.summary["aria-label"] == "Pages of Package reference"
+
+
+def test_list_without_items_is_none():
+    page = '<div role="list" class="citation-list"><div role="doc-biblioentry">'
+    shown = BeautifulSoup(mended_pages.mended(page), "html.parser")
+    assert shown.div.attrs == {"class": ["citation-list"]}
 
 
 def test_parameters_are_lines_not_definitions():

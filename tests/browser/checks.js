@@ -79,7 +79,7 @@ window.checks = {
                            .map(n => [v.id, n.target.join(" "), n.html.slice(0, 150)]));
   },
 
-  // Every control that is seen: what it looks like without the focus is kept, and what
+  // Every control that is seen and was not reached before: what it looks like without the focus is kept, and what
   // it looks like with it is noted each time that the focus comes.
   listen: () => {
     const controls = "a[href], button, input:not([type=hidden]), select, textarea, " +
@@ -95,7 +95,8 @@ window.checks = {
     scrollTo(0, 0);
     // The way back to the top is there only while the reader scrolls up; arrow keys move
     // between the radio buttons of a group.
-    const other = e => e.id == "pst-back-to-top" || (e.type == "radio" && !e.checked);
+    window.reached ??= new WeakSet();
+    const other = e => reached.has(e) || e.id == "pst-back-to-top" || (e.type == "radio" && !e.checked);
     const seen = e => e.tabIndex >= 0 && !e.disabled && !other(e)
                       && e.getClientRects().length
                       && e.checkVisibility({visibilityProperty: true});
@@ -111,6 +112,7 @@ window.checks = {
       if (look(e) == waiting.get(e)) faults.push("no visible focus: " + name(e));
       if (!shown(e)) faults.push("hidden with the focus: " + name(e));
       waiting.delete(e);
+      reached.add(e);
     };
     document.addEventListener("focusin", note);
     window.stopListening = () => {

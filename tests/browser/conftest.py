@@ -128,6 +128,7 @@ class Watched:
 
     def __init__(self, browser, address: str, **how) -> None:
         self.address, self.wrong, self.n_bytes = address, [], 0
+        self.scripts = how.get("java_script_enabled", True)
         self.context = browser.new_context(viewport=DESK, **how)
         self.context.add_init_script(path=CHECKS)
         self.page = self.context.new_page()
@@ -166,7 +167,7 @@ class Watched:
     def open(self, path: str):
         """Load a page and wait until its scripts have drawn what they draw."""
         self.page.goto(self.address + path)
-        if self.page.locator(".math").count():
+        if self.scripts and self.page.locator(".math").count():
             self.page.wait_for_selector("mjx-container")
             self.page.evaluate(
                 "MathJax.startup.promise.then(() => document.fonts.ready)"

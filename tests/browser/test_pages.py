@@ -66,10 +66,10 @@ def test_axe_finds_nothing_grave(opened):
 
 
 def test_keyboard_reaches_every_control(opened):
+    """At 420 pixels those that are seen only there."""
     for size in (DESK, PHONE):
         opened.show(size)
         left = opened.page.evaluate("checks.listen()")
-        assert left, "a page without a link"
         for _ in range(3 + left // 10):  # and what scrolls, which gets the focus too
             for _ in range(20):
                 opened.page.keyboard.press("Tab")
