@@ -262,11 +262,18 @@ def test_writers_are_the_last_matrices():
     assert residual_writers(FeedForward(4)) == []
 
 
+@pytest.mark.parametrize("wrap", [nn.Sequential, lambda block: block])
+def test_blocks_whose_stack_cannot_be_counted_are_refused(wrap):
+    rule = r"blocks must stand in an nn\.ModuleList, got len\(missed\)=2"
+    with pytest.raises(ValueError, match=rule):
+        scaled_init(wrap(make_block("pre")))
+
+
 def test_draws_do_not_depend_on_what_stood_there():
-    one, two = make_block("pre"), make_block("pre")
-    for block in (one, two):
+    one, two = (nn.ModuleList([make_block("pre")]) for _ in range(2))
+    for stack in (one, two):
         torch.manual_seed(5)
-        scaled_init(block)
+        scaled_init(stack)
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         assert a.equal(b)
 

@@ -144,12 +144,19 @@ def scaled_init(model: nn.Module, std: float = 0.02) -> None:
         model: Any module; no other initialisation may follow.
         std: Standard deviation of the others.
 
+    Raises:
+        ValueError: A part ends in neither `out` nor `down`, or blocks stand in no
+            `nn.ModuleList`.
+
     Source: Radford et al. 2019, section 2.3.
     """
     shrink = {}
     for stack in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
         writers = residual_writers(stack)
         shrink |= {writer.weight: len(writers) ** -0.5 for writer in writers}
+    missed = [w for w in residual_writers(model) if w.weight not in shrink]
+    if missed:
+        raise ValueError(f"blocks must stand in an nn.ModuleList, got {len(missed)=}")
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             drawn = torch.randn(parameter.shape) * std * shrink.get(parameter, 1)
