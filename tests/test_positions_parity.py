@@ -400,7 +400,5 @@ def test_transformer_xl_of_two_layers_carries_its_memory(dtype, conform):
             found = ours(x, causal=True, memory=memory[i])
             x = layer.pos_ff(layer.dec_attn.layer_norm(x + found))
             memory[i] = kept
-        # their positions are float32
-        atol = {torch.float32: 1e-5, torch.float64: 1e-6}[dtype]
-        reference = "pytorch-transformers.TransfoXLModel"
-        conform("RelativeAttention", "cached", x, want, reference=reference, atol=atol)
+        how = {"reference": "pytorch-transformers.TransfoXLModel", "atol": ATOL[dtype]}
+        conform("RelativeAttention", "cached", x, want, **how)
