@@ -94,9 +94,13 @@ window.checks = {
     document.activeElement.blur();
     scrollTo(0, 0);
     // The way back to the top is there only while the reader scrolls up; arrow keys move
-    // between the radio buttons of a group.
+    // between the radio buttons of a group; on a phone more code scrolls sideways, and
+    // the theme lets the keyboard in there as it does on a desk.
     window.reached ??= new WeakSet();
-    const other = e => reached.has(e) || e.id == "pst-back-to-top" || (e.type == "radio" && !e.checked);
+    const phone = innerWidth < 500;
+    const other = e => reached.has(e) || e.id == "pst-back-to-top"
+                       || (e.type == "radio" && !e.checked)
+                       || (phone && e.matches("pre"));
     const seen = e => e.tabIndex >= 0 && !e.disabled && !other(e)
                       && e.getClientRects().length
                       && e.checkVisibility({visibilityProperty: true});
