@@ -20,7 +20,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
     Args:
         x: Any shape.
-        approximate: "none" computes Φ(x) = (1 + erf(x / √2)) / 2, as BERT does;
+        approximate: "none" computes Φ(x) = (1 + erf(x / √2)) / 2, as MiniLM does;
             "tanh" takes (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2, as GPT-2 does, at
             most 4.8e-4 away; "quick" takes σ(1.702 x), as CLIP does, at most 0.021
             away.
@@ -132,8 +132,8 @@ class GatedFeedForward(nn.Module):
     Args:
         d_model: C, features of a token.
         d_ff: F, features in between, used as it is; by default 8/3 · C, rounded up to
-            a multiple of 256, which has about the parameters of an ungated network of
-            4 · C.
+            a multiple of 256. Where C is in the thousands, this has about the
+            parameters of an ungated network of 4 · C; at C = 64, half as many again.
         activation: f, by name as in `FeedForward`: "silu" makes SwiGLU, "gelu" GEGLU,
             "relu" ReGLU, "sigmoid" GLU, "identity" the bilinear unit.
         bias: Add learned offsets after all three products.
@@ -144,7 +144,7 @@ class GatedFeedForward(nn.Module):
     Raises:
         ValueError: The activation is unknown, or a width no positive whole number.
 
-    Source: Shazeer 2020, eq. 6; rounding as in Touvron et al. 2023.
+    Source: Shazeer 2020, eq. 6; rounded as in the published code of LLaMA.
     """
 
     def __init__(
