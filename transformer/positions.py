@@ -35,7 +35,8 @@ def pair_frequencies(
 
     Args:
         width: Number of features; an odd one makes the last pair a half.
-        base: 2π · base is the wavelength that the slowest pair approaches.
+        base: 2π · base is the wavelength that the slowest pair approaches as width
+            grows.
         device: Where they are made.
 
     Returns:
@@ -85,7 +86,7 @@ def sinusoids(n_positions: int, d_model: int, base: float = 10000.0) -> Tensor:
     Args:
         n_positions: Number of rows; row p belongs to position p.
         d_model: C, number of columns.
-        base: 2π · base is the wavelength that the last pair nearly reaches.
+        base: 2π · base is the wavelength that the last pair approaches as C grows.
 
     Returns:
         (n_positions, C) float32.
@@ -207,8 +208,8 @@ def check_rows(positions: Tensor, n_positions: int) -> None:
 def relative_shift(scores: Tensor) -> Tensor:
     """Move scores by distance to the keys at that distance.
 
-    out[i, j] = scores[i, j + T − 1 − i]: a zero column in front, then the rows cut one
-    number later, shift row i by one less than row i + 1.
+    out[i, j] = scores[i, j + T − 1 − i]: row i moves left by one more than row i + 1.
+    With a zero column in front, dropping the first T numbers does that to all rows.
 
     Args:
         scores: (..., T, S); column c is for distance S − 1 − c, the farthest first.
@@ -608,8 +609,8 @@ def alibi_attention(n_heads: int) -> Callable[..., Tensor]:
         A function like `attention`.
 
     Raises:
-        ValueError: n_heads is not positive; (from the function) it is another number,
-            or as `attention`.
+        ValueError: n_heads is not positive; (from the function) queries have another
+            number of heads, or as `attention`.
 
     Source: Press et al. 2022, section 3.
     """
