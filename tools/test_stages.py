@@ -152,8 +152,8 @@ STAGES: dict[Callable[[], bool], int] = {  # and the seconds that each may take
     environment: 240,
     unit: 480,
     notebooks: 720,
-    book: 150,
-    browser: 150,
+    book: 90,
+    browser: 210,
     measured: 5,
 }
 

@@ -11,10 +11,10 @@ CHAPTER = "chapters/01_multi_head_attention.html"
 NEXT_FIGURE = """() => [...document.querySelectorAll(".figure-link a")].map(link => {
   const cell = document.querySelector(link.hash);
   return cell !== null && cell.contains(link)
-    && cell.querySelector("img, .widget-subarea, svg") !== null;
+    && cell.querySelector("img, .explore, svg") !== null;
 })"""
 BARE_FIGURE = """() => [...document.querySelectorAll("div.cell")].filter(cell =>
-  cell.querySelector(".cell_output :is(img, .widget-subarea)")
+  cell.querySelector(".cell_output :is(img, .explore)")
   && !cell.querySelector(".figure-link")).length"""
 
 
