@@ -15,6 +15,7 @@ import checks
 import readme
 
 ROOT = Path(__file__).resolve().parent.parent
+LONG_IMPORT = re.compile(r"^from transformer\.(\w+) import \($", re.M)
 EXPORT = "from nbdev.doclinks import nbdev_export; nbdev_export()"
 
 
@@ -29,6 +30,10 @@ def export(root: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", EXPORT], cwd=root, env=environment, check=True
     )
+    for path in (root / "transformer").glob("*.py"):  # nbdev does so for short ones
+        text = path.read_bytes().decode()
+        if LONG_IMPORT.search(text):
+            path.write_bytes(LONG_IMPORT.sub(r"from .\1 import (", text).encode())
 
 
 def stale_modules(root: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from transformer.attention import (
+from .attention import (
     causal_mask,
     check_inputs,
     check_mask_heads,
