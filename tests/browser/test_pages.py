@@ -127,7 +127,9 @@ def test_every_slider_moves_its_figure(opened):
     for size in (DESK, PHONE):
         opened.show(size)
         for figure in opened.page.locator(".explore").all():
-            for slider in figure.get_by_role("slider").all():
+            sliders = figure.get_by_role("slider").all()
+            assert sliders and len(sliders) == figure.locator("input").count()
+            for slider in sliders:
                 before = figure.evaluate("e => checks.seen(e)")
                 slider.press("ArrowRight")
                 after = figure.evaluate("e => checks.seen(e)")
