@@ -7,13 +7,10 @@ Writes positions.<device>.json and, from it, positions.<device>.md. `--tiny` run
 that take a second; `--table` only writes the table again.
 """
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import side_by_side
@@ -168,39 +165,15 @@ def page(found: dict, device: str) -> str:
     return "\n\n".join([title, side_by_side.describe(found), said, table]) + "\n"
 
 
-def write_table(path: Path, device: str) -> None:
-    """Write the table of a file of results beside it."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    text = page(found, device)
-    path.with_suffix(".md").write_text(text, encoding="utf-8", newline="\n")
+def summary(found: dict) -> str:
+    """The worst ratio."""
+    return f"at most {max(map(gate, found['rows'])):.2f} times Llama's rotation"
 
 
 def main(arguments: list[str]) -> int:
     """Measure, write, say the worst ratio."""
-    there = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=there)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    chosen = parser.parse_args(arguments)
-    if chosen.device == "cuda" and there != "cuda":
-        print("no CUDA device is available: --device cpu")
-        return 1
-    path = chosen.out / f"positions.{chosen.device}.json"
-    if not chosen.table:
-        size = "tiny" if chosen.tiny else "full"
-        found = measure_all(chosen.device, chosen.rounds, size)
-        chosen.out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
-        path.write_text(text, encoding="utf-8", newline="\n")
-    write_table(path, chosen.device)
-    found = json.loads(path.read_text(encoding="utf-8"))
-    worst = max(map(gate, found["rows"]))
-    busy = "; the machine was busy" if side_by_side.is_busy(found) else ""
-    print(f"{path.name}: at most {worst:.2f} times Llama's rotation{busy}")
-    return 0
+    parts = {"measure_all": measure_all, "page": page, "summary": summary}
+    return side_by_side.command(__file__, arguments, **parts)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Contenders side by side: one process, equal outputs first, then round by round."""
 
+import argparse
 import datetime
 import gc
+import json
 import os
 import platform
 import statistics
@@ -206,3 +208,49 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     """A table in Markdown: words to the left, numbers to the right."""
     rule = ["---:" if cell[:1].isdigit() else ":---" for cell in rows[0]]
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *rows])
+
+
+# --- the command ---------------------------------------------------------------------
+
+
+def command(
+    script: str,
+    arguments: list[str],
+    *,
+    measure_all: Callable[[str, int, str], dict],
+    page: Callable[[dict, str], str],
+    summary: Callable[[dict], str],
+) -> int:
+    """Run a benchmark from the command line; return its exit status.
+
+    Args:
+        script: Path of the benchmark; its results are named after it.
+        arguments: What follows the script on the command line.
+        measure_all: From device, rounds and size ("full" or "tiny") to what was found.
+        page: From that and the device to the section of the book, in Markdown.
+        summary: From that to the line that is printed at the end.
+    """
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(prog=Path(script).name)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=there)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tiny", action="store_true", help="sizes that take a second")
+    parser.add_argument("--table", action="store_true", help="write only the table")
+    parser.add_argument("--out", type=Path, default=Path(script).parent / "results")
+    chosen = parser.parse_args(arguments)
+    if chosen.device == "cuda" and there != "cuda":
+        print("no CUDA device is available: --device cpu")
+        return 1
+    path = chosen.out / f"{Path(script).stem}.{chosen.device}.json"
+    if not chosen.table:
+        size = "tiny" if chosen.tiny else "full"
+        found = measure_all(chosen.device, chosen.rounds, size)
+        chosen.out.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+        path.write_text(text, encoding="utf-8", newline="\n")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    text = page(found, chosen.device)
+    path.with_suffix(".md").write_text(text, encoding="utf-8", newline="\n")
+    busy = "; the machine was busy" if is_busy(found) else ""
+    print(f"{path.name}: {summary(found)}{busy}")
+    return 0
