@@ -32,8 +32,9 @@ from transformer.attention import (
     share_heads,
     split_heads,
 )
+from transformer.flash import flash_attention
 
-BOTH = [attention, fused_attention]
+BOTH = [attention, fused_attention, flash_attention]
 each_attend = pytest.mark.parametrize("attend", BOTH, ids=lambda f: f.__name__)
 each_device = pytest.mark.parametrize("device", DEVICES)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
@@ -105,7 +106,7 @@ def test_values_and_gradients_equal_loops(attend, shape, kind, dtype, device, co
     exact = with_gradients(
         lambda *x: by_hand(*x, mask, causal)[0], doubles, upstream.cpu()
     )
-    functions = [attend, plain, *[torchs] * (attend is fused_attention)]
+    functions = [attend, plain, *[torchs] * (attend is not attention)]
     got, *peers = (
         with_gradients(lambda *x: f(*x, mask, causal), inputs, upstream)  # noqa: B023
         for f in functions
@@ -143,7 +144,7 @@ def test_values_and_gradients_equal_torchs(attend, shape, kind, device, conform)
 def test_half_precision_is_as_exact_as_its_peers(
     attend, shape, kind, dtype, device, conform
 ):
-    functions = [plain, attend, plain, *[torchs] * (attend is fused_attention)]
+    functions = [plain, attend, plain, *[torchs] * (attend is not attention)]
     found = [[] for _ in functions]  # the first in float64: equals loops, see above
     for seed in range(8):
         *inputs, upstream = make_inputs(shape, dtype, device, seed)

@@ -55,27 +55,41 @@ def spans(start: int, stop: int, step: int) -> list[slice]:
     return [slice(i, min(i + step, stop)) for i in range(start, stop, step)]
 
 
-def walk(
-    q: Tensor, k: Tensor, past: int, block_q: int, block_k: int
-) -> Iterator[tuple[int, slice, slice, list[slice]]]:
-    """Visit blocks of queries: batch entry, key-value heads, queries, blocks of keys.
-
-    Query i may see keys 0 … i + past. Blocks that lie beyond are never visited. Short
-    sequences are visited several heads at a time.
-    """
+def pieces(q: Tensor, k: Tensor, block_q: int, block_k: int) -> Iterator[tuple]:
+    """Batch entries, each with some of its key-value heads; more if tiles are small."""
     n_batch, n_shared, n_readers, n_queries, _ = q.shape
-    n_keys = k.shape[-2]
-    tile = n_readers * min(block_q, n_queries) * min(block_k, n_keys)
+    tile = n_readers * min(block_q, n_queries) * min(block_k, k.size(2))
+    at_once = max(1, 2**18 // max(tile, 1))
     for b in range(n_batch):
-        for heads in spans(0, n_shared, max(1, 2**18 // max(tile, 1))):
-            for rows in spans(max(-past, 0), n_queries, block_q):
-                stop = min(rows.stop + past, n_keys)
-                yield b, heads, rows, spans(0, stop, block_k)
+        for heads in spans(0, n_shared, at_once):
+            yield b, heads
+
+
+def walk(
+    n_queries: int, n_keys: int, past: int, block_q: int, block_k: int
+) -> Iterator[tuple[slice, list[slice]]]:
+    """Each block of queries with the blocks of keys that it may see.
+
+    Query i may see keys 0 … i + past. What lies beyond is never visited.
+    """
+    for rows in spans(max(-past, 0), n_queries, block_q):
+        yield rows, spans(0, min(rows.stop + past, n_keys), block_k)
 
 # %% ../chapters/06_flash_attention.ipynb #product
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b for (h, …) matrices; a single one goes the way that is faster on a CPU."""
     return (a[0] @ b[0])[None] if len(a) == 1 else a @ b
+
+
+def product_dtype(dtype: torch.dtype, n_keys: int, saved: bool) -> torch.dtype:
+    """The dtype of scores and products: float32 for half precision, with an exception.
+
+    Without a backward pass, and over many keys, bfloat16 is faster on a CPU and its
+    many roundings average out.
+    """
+    if dtype == torch.bfloat16 and n_keys >= 1024 and not saved:
+        return dtype
+    return torch.promote_types(dtype, torch.float32)
 
 
 def hidden(see: Tensor | None) -> bool:
@@ -117,33 +131,30 @@ def forward_tiles(
     block_q: int,
     block_k: int,
 ) -> None:
-    """Fill out (B, K, G, T, E) and, unless it is None, lse (B, K, G, T).
+    """Fill out (h, G, T, E) and, unless it is None, the log-sum-exp lse (h, G, T).
 
-    Args: q (B, K, G, T, D), k (B, K, S, D), v (B, K, S, E), mask (B, K, G, T, S); query
-    i may see keys 0 … i + past.
+    Args: q (h, G, T, D), G heads that share keys; k (h, S, D); v (h, S, E); mask
+    (h, G, T, S); query i may see keys 0 … i + past.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    fast = q.dtype == torch.bfloat16 and lse is None and k.shape[-2] >= 1024
-    work = q.dtype if fast else wide  # the dtype of scores and products
-    scale = 1 / math.sqrt(q.shape[-1])
-    for b, heads, rows, columns in walk(q, k, past, block_q, block_k):
-        here, running = q[b, heads, :, rows].to(work) * scale, None
+    n_queries, n_keys, scale = q.shape[2], k.shape[1], 1 / math.sqrt(q.shape[3])
+    work = product_dtype(q.dtype, n_keys, lse is not None)
+    for rows, columns in walk(n_queries, n_keys, past, block_q, block_k):
+        here, running = q[:, :, rows].to(work) * scale, None
         for keys in columns:
-            see = None if mask is None else mask[b, heads, :, rows, keys]
+            see = None if mask is None else mask[:, :, rows, keys]
             if hidden(see):
                 continue
-            diagonal = rows.start + past - keys.start
-            scores = tile_scores(here, k[b, heads, keys].to(work), see, diagonal)
-            values = v[b, heads, keys].to(work)
+            values, diagonal = v[:, keys].to(work), rows.start + past - keys.start
+            scores = tile_scores(here, k[:, keys].to(work), see, diagonal)
             if len(columns) == 1 and see is None and lse is None:
                 running = product(scores.softmax(-1), values), None  # a plain softmax
             else:
                 running = online_softmax(scores, values, running)
-        if running is not None:
-            average, total = running
-            out[b, heads, :, rows] = average.unflatten(1, here.shape[1:3])
-            if lse is not None:
-                lse[b, heads, :, rows] = total.view(here.shape[:3])
+        if running is None:
+            continue
+        out[:, :, rows] = running[0].unflatten(1, here.shape[1:3])
+        if lse is not None:
+            lse[:, :, rows] = running[1].view(here.shape[:3])
 
 # %% ../chapters/06_flash_attention.ipynb #tile_slopes
 def tile_slopes(
@@ -171,26 +182,26 @@ def backward_tiles(
     block_q: int,
     block_k: int,
 ) -> None:
-    """Add the gradients of q, k and v to grads, given that of out.
+    """Add the gradients of q, k and v to grads, given up, that of out.
 
-    Args: as in `forward_tiles`; up like out.
+    Args: as in `forward_tiles`.
     """
-    scale, (dq, dk, dv), work = 1 / math.sqrt(q.shape[-1]), grads, lse.dtype
-    for b, heads, rows, columns in walk(q, k, past, block_q, block_k):
-        at = b, heads, slice(None), rows
-        here, slope = q[at].to(work) * scale, up[at].to(work).flatten(1, 2)
-        total = lse[at].flatten(1)[..., None]
-        mean = (slope * out[at].flatten(1, 2)).sum(-1, keepdim=True)
+    n_queries, n_keys, scale = q.shape[2], k.shape[1], 1 / math.sqrt(q.shape[3])
+    (dq, dk, dv), work = grads, lse.dtype
+    for rows, columns in walk(n_queries, n_keys, past, block_q, block_k):
+        here, slope = q[:, :, rows].to(work) * scale, up[:, :, rows].to(work)
+        mean = (slope * out[:, :, rows]).sum(-1).flatten(1)[..., None]
+        total, slope = lse[:, :, rows].flatten(1)[..., None], slope.flatten(1, 2)
         for keys in columns:
-            see = None if mask is None else mask[b, heads, :, rows, keys]
+            see = None if mask is None else mask[:, :, rows, keys]
             if hidden(see):
                 continue
-            k_here, v_here = k[b, heads, keys].to(work), v[b, heads, keys].to(work)
+            k_here, v_here = k[:, keys].to(work), v[:, keys].to(work)
             scores = tile_scores(here, k_here, see, rows.start + past - keys.start)
             weights, dscores = tile_slopes(scores, total, slope, v_here, mean)
-            dv[b, heads, keys] += product(weights.mT, slope)
-            dq[at] += product(dscores, k_here).unflatten(1, here.shape[1:3]) * scale
-            dk[b, heads, keys] += product(dscores.mT, here.flatten(1, 2))
+            dv[:, keys] += product(weights.mT, slope)
+            dq[:, :, rows] += product(dscores, k_here).view(here.shape) * scale
+            dk[:, keys] += product(dscores.mT, here.flatten(1, 2))
 
 # %% ../chapters/06_flash_attention.ipynb #cast_together
 def cast_together(*inputs: Tensor) -> list[Tensor]:
@@ -202,7 +213,12 @@ def cast_together(*inputs: Tensor) -> list[Tensor]:
     dtype = torch.get_autocast_dtype(kind)
     return [x if x.dtype == torch.float64 else x.to(dtype) for x in inputs]
 
-# %% ../chapters/06_flash_attention.ipynb #to_batch
+# %% ../chapters/06_flash_attention.ipynb #at
+def at(here: tuple[int, slice], *tensors: Tensor | None) -> list[Tensor | None]:
+    """The same batch entry and heads of all tensors."""
+    return [x if x is None else x[here] for x in tensors]
+
+
 def to_batch(x, dim: int | None, n: int):
     """Make vmap's dimension, of size n, part of the batch; leave what is no tensor."""
     if not isinstance(x, Tensor):
@@ -220,8 +236,9 @@ class TiledAttention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(*q.shape[:-1], v.size(-1))
         lse = q.new_full(q.shape[:-1] if save else (0,), -math.inf, dtype=wide)
-        kept = lse if save else None
-        forward_tiles(q, k, v, mask, out, kept, past, block_q, block_k)
+        for here in pieces(q, k, block_q, block_k):
+            these = at(here, q, k, v, mask, out, lse if save else None)
+            forward_tiles(*these, past, block_q, block_k)
         return out, lse
 
     @staticmethod
@@ -235,9 +252,10 @@ class TiledAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, up, _):
         """Recompute the weights, tile by tile."""
-        q, k, v, mask, out, lse = ctx.saved_tensors
+        q, k, v, _, _, lse = saved = ctx.saved_tensors
         grads = [x.new_zeros(x.shape, dtype=lse.dtype) for x in (q, k, v)]
-        backward_tiles(q, k, v, mask, out, lse, up, grads, *ctx.how)
+        for here in pieces(q, k, *ctx.how[1:]):
+            backward_tiles(*at(here, *saved, up), at(here, *grads), *ctx.how)
         return *(grad.to(q.dtype) for grad in grads), *[None] * 5
 
     @staticmethod
