@@ -6,7 +6,14 @@ import re
 
 import pytest
 import torch
-from attention_oracle import DEVICES, by_hand, plain
+from attention_oracle import (
+    DEVICES,
+    HALF,
+    assert_as_exact,
+    by_hand,
+    plain,
+    with_gradients,
+)
 from blocks_oracle import randomise
 from side_by_side import peak_bytes
 from torch import nn
@@ -201,20 +208,36 @@ def some_heads(h, n_kv, t, s, lead=(3,), e=6):
 @pytest.mark.parametrize("s", [0, 1, 7])
 @pytest.mark.parametrize("lead", [(3,), (), (2, 3), (0,)])
 @pytest.mark.parametrize("counts", [(4, 4), (4, 2), (6, 2), (4, 1)])
-def test_grouped_attention_equals_the_formula(counts, lead, s, t, device):
+def test_grouped_attention_equals_the_formula(counts, lead, s, t, device, conform):
     q, k, v = (x.to(device) for x in some_heads(*counts, t, s, lead))
-    masks = [None]
-    for shape in [
-        (*lead, counts[0], t, s),
-        (*lead, 1, t, s),
-        (counts[0], 1, s),
-        (t, s),
-    ]:
-        masks.append(torch.rand(shape, device="cpu").to(device) < 0.5)
+    h, masks = counts[0], [None]
+    for shape in [(*lead, h, t, s), (*lead, 1, t, s), (h, 1, s), (t, s)]:
+        masks.append((torch.rand(shape) < 0.5).to(device))
     for mask, causal in itertools.product(masks, [False, True]):
         got = grouped_attention(q, k, v, mask, causal)
         want = plain(q, k, v, mask, causal)
         assert_close(got, want, rtol=0, atol=1e-12)
+        column = "forward" if mask is None and not causal else "mask"
+        how = {"reference": "the formula in float64", "atol": 1e-12}
+        if got.numel():
+            conform("grouped_attention", column, got, want, **how)
+
+
+@each_device
+@pytest.mark.parametrize("counts", [(4, 2), (8, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_grouped_attention_is_as_exact_as_its_peers(dtype, counts, device, conform):
+    inputs = [x.to(device, dtype) for x in some_heads(*counts, 1, 65, e=4)]
+    upstream = torch.randn(3, counts[0], 1, 4)
+    exact = with_gradients(plain, [x.double() for x in inputs], upstream.to(device))
+    found = [
+        with_gradients(attend, inputs, upstream.to(device))
+        for attend in (grouped_attention, plain, fused_attention)
+    ]
+    assert_as_exact(found[0], exact, *found[1:])
+    column = "gradient" if dtype == torch.float32 else "dtype"
+    how = {"reference": "the formula in float64"}
+    conform.record("grouped_attention", column, found[0], exact, **how)
 
 
 def test_grouped_attention_gives_zeros_and_finite_gradients_where_none_is_seen():
