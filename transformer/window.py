@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .attention import check_inputs, count_heads, fold
 from .flash import cast_together
+from .grouped import check_counts
 
 # %% ../chapters/08_sliding_window.ipynb #window_mask
 def window_mask(
@@ -36,8 +37,7 @@ def window_mask(
     Raises:
         ValueError: The window is not a whole number from 1.
     """
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ValueError(f"window must be a whole number from 1, got {window=}")
+    check_counts(window=window)
     ones = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device)
     place = n_keys - n_queries  # of query 0
     return ones.tril(place).triu(place - window + 1)
@@ -72,7 +72,7 @@ def band_edge(n_keys: int, window: int, like: Tensor) -> Tensor:
 
 
 def cut_mask(mask: Tensor | None, rows: slice, keys: slice, q: Tensor, lead: tuple):
-    """A block of a mask (..., H, T, S), each 1 or full: (N, 1, 1, …) or (N, K, G, …)."""
+    """A block of a mask (..., H, T, S): (N, K, G, R, n), each 1 where that has 1."""
     if mask is None:
         return None
     rows = rows if mask.size(-2) > 1 else slice(None)
@@ -127,7 +127,7 @@ class BandBlocks(torch.autograd.Function):
     def backward(ctx, upstream):
         q, k, v, mask = ctx.saved_tensors
         edge, scale = band_edge(k.size(2), ctx.window, q), q.size(-1) ** -0.5
-        wide = torch.promote_types(q.dtype, torch.float32)  # several blocks add to a key
+        wide = torch.promote_types(q.dtype, torch.float32)  # blocks overlap
         q_grad = torch.zeros_like(q)
         k_grad, v_grad = (torch.zeros_like(x, dtype=wide) for x in (k, v))
         for rows, keys in band_blocks(q.size(3), k.size(2), ctx.window):
@@ -146,8 +146,8 @@ class BandBlocks(torch.autograd.Function):
 def window_attention(window: int) -> Callable[..., Tensor]:
     """Make an `attend` in which each query sees the last `window` keys.
 
-    Computes softmax(q kᵀ / √D) v over keys p − W + 1 … p of the query at p, in blocks of
-    queries, each with the keys in its band: O(T · W) time, O(T + W) memory.
+    Computes softmax(q kᵀ / √D) v over keys p − W + 1 … p of the query at p, in blocks
+    of queries, each with the keys in its band: O(T · W) time, O(T + W) memory.
 
     Args:
         window: W, keys in sight, the query's own included.
@@ -162,7 +162,7 @@ def window_attention(window: int) -> Callable[..., Tensor]:
 
     Source: Beltagy et al. 2020, section 3.1; Jiang et al. 2023, section 2.
     """
-    window_mask(0, 0, window)  # refuses what is no window
+    check_counts(window=window)
 
     def attend(
         q: Tensor,
