@@ -1,4 +1,28 @@
 // What the tests see in a page: each function is called by the test of that subject.
+const controls = "a[href], button, input:not([type=hidden]), select, textarea, " +
+                 "summary, audio[controls], video[controls], [tabindex]";
+
+// Those that are seen. The way back to the top is there only while the reader scrolls up;
+// arrow keys move between the radio buttons of a group.
+const isControl = e => e.tabIndex >= 0 && !e.disabled && e.id != "pst-back-to-top"
+                       && !(e.type == "radio" && !e.checked) && e.getClientRects().length
+                       && e.checkVisibility({visibilityProperty: true});
+
+const checked = new WeakSet();
+
+const look = e => {
+  const {outlineStyle, outlineWidth, outlineColor, boxShadow, borderColor, borderWidth,
+         backgroundColor, textDecorationLine} = getComputedStyle(e);
+  const outline = outlineStyle == "none" ? "" : outlineWidth + outlineColor;
+  return [outline, boxShadow, borderColor, borderWidth, backgroundColor,
+          textDecorationLine].join();
+};
+
+const inSight = e => {
+  const {left, right} = e.getBoundingClientRect();  // the page scrolls up and down
+  return e.checkVisibility({opacityProperty: true}) && right > 0 && left < innerWidth;
+};
+
 window.checks = {
   unsetMath: () => {
     const marked = [...document.querySelectorAll(".math")];
@@ -69,66 +93,86 @@ window.checks = {
     window.uncut = () => cut.forEach(([e, whole]) => e.replaceChildren(whole));
   },
 
-  axe: async ([allowed, options]) => {
-    const found = await axe.run(document, {resultTypes: ["violations"], ...options});
+  // One element for each kind of words: they are of a kind if what decides whether they
+  // can be read is the same. What is found about one of them holds for all.
+  kinds: () => {
+    const grounds = new Map(), found = new Map();
+    const ground = e => {
+      if (!e) return "";
+      if (!grounds.has(e)) {
+        const s = getComputedStyle(e);
+        const own = [s.backgroundColor, s.backgroundImage, s.opacity, s.filter,
+                     s.position].join();
+        const plain = own == "rgba(0, 0, 0, 0),none,1,none,static";
+        grounds.set(e, ground(e.parentElement) + (plain ? "" : "/" + own));
+      }
+      return grounds.get(e);
+    };
+    const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (walk.nextNode()) {
+      const e = walk.currentNode.parentElement;
+      if (!walk.currentNode.data.trim() || !e.checkVisibility()) continue;
+      const s = getComputedStyle(e), around = getComputedStyle(e.parentElement);
+      const kind = [e.tagName == "A", s.color, s.fontSize, s.fontWeight, s.textShadow,
+                    s.textDecorationLine, s.borderBottomWidth, around.color,
+                    around.fontWeight, ground(e)].join();
+      if (!found.has(kind)) found.set(kind, e);
+    }
+    return found;
+  },
+
+  // The faults, and the kinds of words that are on the page, here in the whole page or
+  // in the kinds of words that are not known.
+  axe: async ([allowed, options, known]) => {
+    const kinds = checks.kinds();
+    const fresh = [...kinds].filter(([kind]) => !known?.includes(kind)).map(([, e]) => e);
+    if (!fresh.length) return [[], [...kinds.keys()]];
+    const where = known ? {include: fresh} : document;
+    const found = await axe.run(where, {resultTypes: ["violations"], ...options});
     const fault = ([rule, selector], v, n) =>
       rule == v.id && document.querySelector(n.target.join(" ")).matches(selector);
-    return found.violations
+    const faults = found.violations
       .filter(v => ["serious", "critical"].includes(v.impact))
       .flatMap(v => v.nodes.filter(n => !allowed.some(a => fault(a, v, n)))
                            .map(n => [v.id, n.target.join(" "), n.html.slice(0, 150)]));
+    return [faults, [...kinds.keys()]];
   },
 
-  // Every control that is seen and was not reached before: what it looks like without the focus is kept, and what
-  // it looks like with it is noted each time that the focus comes.
-  listen: () => {
-    const controls = "a[href], button, input:not([type=hidden]), select, textarea, " +
-                     "summary, audio[controls], video[controls], [tabindex]";
-    const look = e => {
-      const {outlineStyle, outlineWidth, outlineColor, boxShadow, borderColor,
-             borderWidth, backgroundColor, textDecorationLine} = getComputedStyle(e);
-      const outline = outlineStyle == "none" ? "" : outlineWidth + outlineColor;
-      return [outline, boxShadow, borderColor, borderWidth, backgroundColor,
-              textDecorationLine].join();
-    };
+  // Each control that was not seen before takes the focus, is in sight and looks
+  // different then, and lets the Tab key lead on.
+  focused: () => {
+    const faults = [], name = e => e.outerHTML.slice(0, 150);
+    const fresh = e => isControl(e) && !checked.has(e);
+    const found = [...document.querySelectorAll(controls)].filter(fresh);
+    const before = found.map(look);
+    found.forEach((e, i) => {
+      checked.add(e);
+      e.focus({focusVisible: true});
+      if (document.activeElement != e) return faults.push("takes no focus: " + name(e));
+      if (look(e) == before[i]) faults.push("no visible focus: " + name(e));
+      if (!inSight(e)) faults.push("hidden with the focus: " + name(e));
+      const tab = {key: "Tab", code: "Tab", keyCode: 9, bubbles: true, cancelable: true};
+      if (!e.dispatchEvent(new KeyboardEvent("keydown", tab)))
+        faults.push("keeps the focus: " + name(e));
+    });
     document.activeElement.blur();
     scrollTo(0, 0);
-    // The way back to the top is there only while the reader scrolls up; arrow keys move
-    // between the radio buttons of a group; on a phone more code scrolls sideways, and
-    // the theme lets the keyboard in there as it does on a desk.
-    window.reached ??= new WeakSet();
-    const phone = innerWidth < 500;
-    const other = e => reached.has(e) || e.id == "pst-back-to-top"
-                       || (e.type == "radio" && !e.checked)
-                       || (phone && e.matches("pre"));
-    const seen = e => e.tabIndex >= 0 && !e.disabled && !other(e)
-                      && e.getClientRects().length
-                      && e.checkVisibility({visibilityProperty: true});
-    const waiting = new Map([...document.querySelectorAll(controls)]
-      .filter(seen).map(e => [e, look(e)]));
-    const faults = [], name = e => e.outerHTML.slice(0, 150);
-    const shown = e => {
-      const {left, right} = e.getBoundingClientRect();  // the page scrolls up and down
-      return e.checkVisibility({opacityProperty: true}) && right > 0 && left < innerWidth;
-    };
-    const note = ({target: e}) => {
-      if (!waiting.has(e)) return;
-      if (look(e) == waiting.get(e)) faults.push("no visible focus: " + name(e));
-      if (!shown(e)) faults.push("hidden with the focus: " + name(e));
-      waiting.delete(e);
-      reached.add(e);
-    };
-    document.addEventListener("focusin", note);
-    window.stopListening = () => {
-      document.removeEventListener("focusin", note);
-      document.activeElement.blur();
-    };
-    const missed = () => [...waiting.keys()].filter(seen).slice(0, 5).map(name);
-    window.tabbed = () => [waiting.size, faults, missed()];
+    return [found.length, faults];
+  },
+
+  // Which controls the Tab key has not reached yet, from now on.
+  listen: () => {
+    const waiting = new Set([...document.querySelectorAll(controls)].filter(isControl));
+    document.activeElement.blur();
+    scrollTo(0, 0);
+    document.addEventListener("focusin", ({target}) => waiting.delete(target));
+    window.missed = () => [...waiting].filter(isControl)
+                                      .map(e => e.outerHTML.slice(0, 150));
     return waiting.size;
   },
 
   printed: () => {
+    dispatchEvent(new Event("beforeprint"));
     const faults = [], name = e => e.outerHTML.slice(0, 150);
     const seen = e => e.checkVisibility({visibilityProperty: true});
     const check = (fault, selector, test = () => true) => {
@@ -148,8 +192,12 @@ window.checks = {
     check("pale", "main :is(p, li, a, code, td, dt, pre, figcaption)", e =>
           Math.min(...style(e).color.match(/[\d.]+/g).slice(0, 3).map(Number)) > 140);
     if (document.documentElement.scrollWidth > innerWidth) faults.push("too wide");
-    return [style(document.body).backgroundColor, faults];
+    const ground = style(document.body).backgroundColor;
+    dispatchEvent(new Event("afterprint"));
+    return [ground, faults];
   },
+
+  search: term => Search._performSearch(...Search._parseQuery(term)).map(([doc]) => doc),
 
   firstText: () => new Promise(done => new PerformanceObserver(list => {
     for (const paint of list.getEntries())

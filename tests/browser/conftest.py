@@ -15,6 +15,7 @@ import re
 import shutil
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,21 +41,52 @@ build = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build)
 
 
+@functools.cache
 def pages() -> list[str]:
-    """The path of each built page, under the book's root."""
-    paths = (path.relative_to(HTML).as_posix() for path in HTML.rglob("*.html"))
-    return sorted(path for path in paths if not path.startswith("_static/"))
+    """The path of each built page, under the book's root, the largest first."""
+    sizes = {path: path.stat().st_size for path in HTML.rglob("*.html")}
+    paths = sorted(sizes, key=lambda path: (-sizes[path], path))
+    names = (path.relative_to(HTML).as_posix() for path in paths)
+    return [name for name in names if not name.startswith("_static/")]
+
+
+def on(wanted: Callable[[str], bool]) -> Callable:
+    """Restrict a test to the pages that are wanted."""
+
+    def mark(test: Callable) -> Callable:
+        test.wanted = wanted
+        return test
+
+    return mark
 
 
 def pytest_generate_tests(metafunc) -> None:
-    """One test for each built page, or one that fails where there is none.
-
-    The tests of a page follow each other in one process, for they share its loading.
-    """
+    """One test for each page that it is for, or one that fails where there is none."""
     if "page_path" in metafunc.fixturenames:
-        paths = pages() or ["index.html"]
-        params = [pytest.param(p, marks=pytest.mark.xdist_group(p)) for p in paths]
-        metafunc.parametrize("page_path", params, scope="session")
+        wanted = getattr(metafunc.function, "wanted", lambda path: True)
+        paths = [path for path in pages() if wanted(path)] or ["none.html"]
+        metafunc.parametrize("page_path", paths, scope="session")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give all tests of a page to one process, one after the other, for its loading.
+
+    Heavy pages come first, and tests that need none of them fill the gaps at the end.
+    The groups of pytest-xdist 3.8 itself are lost under pytest 9.2.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByPage(LoadScopeScheduling):
+        """Work in units of a page, which is the parameter of its tests."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            page = nodeid.rpartition("[")[2].removesuffix("]")
+            return page if page.endswith(".html") else nodeid
+
+    return ByPage(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -127,7 +159,7 @@ class Watched:
     """A page in a context of its own that remembers what went wrong on it."""
 
     def __init__(self, browser, address: str, **how) -> None:
-        self.address, self.wrong, self.n_bytes = address, [], 0
+        self.address, self.wrong, self.n_bytes, self.size = address, [], 0, DESK
         self.scripts = how.get("java_script_enabled", True)
         self.context = browser.new_context(viewport=DESK, **how)
         self.context.add_init_script(path=CHECKS)
@@ -172,14 +204,15 @@ class Watched:
             self.page.evaluate(
                 "MathJax.startup.promise.then(() => document.fonts.ready)"
             )
-        self.page.wait_for_load_state("networkidle")
         return self.page
 
     def show(self, size: dict, scheme: str = "light", media: str = "screen") -> None:
         """Change the window, the theme and the medium."""
-        self.page.set_viewport_size(size)
+        if size != self.size:
+            self.page.set_viewport_size(size)
         self.page.emulate_media(color_scheme=scheme, media=media)
         self.page.wait_for_selector(f"html[data-theme={scheme}]", state="attached")
+        self.size = size
 
 
 @pytest.fixture
@@ -191,11 +224,15 @@ def watched(browser, address):
 
 
 @pytest.fixture(scope="session")
-def opened(browser, address, page_path):
-    """A page of the book, loaded once for all its tests."""
+def opened(browser, address, page_path, tmp_path_factory, request):
+    """A page of the book, loaded once for all its tests, in whatever process."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if hasattr(request.config, "workerinput") else own
+    (shared / page_path.replace("/", " ")).touch(exist_ok=False)
     page = Watched(browser, address)
     page.open(page_path)
-    page.n_bytes_first = page.n_bytes
     page.page.add_style_tag(content=AT_ONCE)
     yield page
+    late = page.wrong
     page.context.close()
+    assert late == [], page_path

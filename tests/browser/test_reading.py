@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
-from bs4 import BeautifulSoup
 from conftest import ROOT
+from test_html import soup  # parsed once for both
 
-CHAPTER = "chapters/01_multi_head_attention.html"
+CHAPTER = "chapters/00_sources.html"  # light, with all that a chapter has
 
 
 @pytest.fixture
 def chapter(browser, address):
-    """Chapter 1 in a fresh browser profile."""
+    """The chapter in a fresh browser profile."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
     page.goto(address + CHAPTER)
@@ -71,19 +71,23 @@ def test_foreign_storage_does_no_harm(chapter, kept):
     assert left(chapter) > 1 and errors == []
 
 
+def draws(output) -> bool:
+    """Whether an output of a cell is a picture or a figure with sliders."""
+    return bool(output.find(["img", "svg"]) or output.find(class_="explore"))
+
+
 def test_every_figure_links_to_the_cell_that_draws_it(book):
     drawn = 0
     for path in sorted((ROOT / "chapters").glob("*.ipynb")):
-        page = (book / "chapters" / f"{path.stem}.html").read_text(encoding="utf-8")
-        cells = BeautifulSoup(page, "html.parser").select("div.cell")
-        shown = [
-            c for c in cells if c.select_one(".cell_output :is(img, svg, .explore)")
-        ]
-        links = [cell.select_one(".figure-link a") for cell in shown]
-        assert [link and link["href"] for link in links] == [
-            f"#{c['id']}" for c in shown
-        ]
+        page = soup(book / "chapters" / f"{path.stem}.html")
+        outputs = filter(draws, page.find_all("div", class_="cell_output"))
+        cells = [output.find_parent("div", class_="cell") for output in outputs]
+        shown = {cell["id"]: cell for cell in cells}
+        for name, cell in shown.items():
+            (link,) = cell.find_all(class_="figure-link")
+            assert link.a["href"] == f"#{name}", path.name
         drawn += len(shown)
+        assert len(page.find_all(class_="figure-link")) == len(shown), path.name
     assert drawn >= 10
 
 
