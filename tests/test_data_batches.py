@@ -315,6 +315,14 @@ def test_parts_of_any_text_have_the_tokens_of_the_whole(gpt2, s):
         assert [i for p in parts for i in gpt2.encode(p)] == gpt2.encode(s)
 
 
+def test_signs_that_only_python_takes_for_white_space_are_not_cut_off():
+    tokenizer = BytePairTokenizer([("!", "\u011c")])  # ! and the byte 1c
+    for n_chars in (1, 2, 99):
+        parts = list(chunks(io.StringIO("a!\x1c!\x1c b"), n_chars))
+        found = [i for part in parts for i in tokenizer.encode(part)]
+        assert found == tokenizer.encode("a!\x1c!\x1c b") and found.count(256) == 2
+
+
 def test_text_is_cut_as_soon_as_it_can_be():
     s = "ab cd\nef " * 50
     parts = list(chunks(io.StringIO(s), 9))
