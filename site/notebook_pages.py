@@ -15,8 +15,10 @@ import ast
 import html
 import json
 import re
+from itertools import chain
 from pathlib import Path
 
+import yaml
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
@@ -26,7 +28,8 @@ import transformer
 
 PACKAGE = transformer.__name__
 DIRECTIVE = re.compile(r"#\s*\|\s*(?P<name>\w+)\s*:?\s*(?P<value>.*)")
-MINUTES = re.compile(r"\{\{ minutes (?P<pages>[\w/ ]+) \}\}")
+MINUTES = re.compile(r"\{\{ minutes (?P<what>[\w/ ]+) \}\}")
+CHAPTERS = re.compile(r"\{\{ chapters (?P<part>[\w ]+) \}\}")
 SLIDERS = 'class="explore"'  # of a figure as light_pages draws it
 SVG_TEXT = re.compile(r"<text\b[^>]*>([^<]+)</text>")
 
@@ -138,6 +141,33 @@ def tables(root: Path) -> str:
     return "\n\n".join(texts) or "No table yet: `make bench` measures and writes them."
 
 
+def parts(root: Path) -> dict[str, list[str]]:
+    """The pages of the chapters in each part of the book, in order."""
+    toc = yaml.safe_load((root / "_toc.yml").read_text(encoding="utf-8"))
+    found = {}
+    for part in toc["parts"]:
+        files = []
+        for chapter in part["chapters"]:
+            sections = chapter.get("sections", [])
+            files += [entry["file"] for entry in (chapter, *sections)]
+        found[part["caption"]] = [f for f in files if f.startswith("chapters/")]
+    return found
+
+
+def pages(root: Path, what: str) -> list[str]:
+    """The chapters that are meant: named, or those of a part, or all."""
+    if "/" in what:
+        return what.split()
+    known = parts(root)
+    return [*chain.from_iterable(known.values())] if what == "all" else known[what]
+
+
+def links(root: Path, part: str) -> str:
+    """The chapters of a part, linked."""
+    *most, last = (f"{{doc}}`{page}`" for page in pages(root, part))
+    return f"{', '.join(most)} and {last}" if most else last
+
+
 def minutes(root: Path, pages: str) -> int:
     """Minutes to read some chapters: 200 words or 40 lines of code a minute."""
     words = lines = 0
@@ -152,10 +182,16 @@ def minutes(root: Path, pages: str) -> int:
     return 5 * max(1, round((words / 200 + lines / 40) / 5))
 
 
+def total(root: Path, what: str) -> str:
+    """The minutes of the chapters that are meant."""
+    return str(minutes(root, " ".join(pages(root, what))))
+
+
 def read_markdown(app: Sphinx, text: str) -> str:
     """Fill in what a page takes from elsewhere."""
     root = Path(app.srcdir)
-    text = MINUTES.sub(lambda match: str(minutes(root, match["pages"])), text)
+    text = CHAPTERS.sub(lambda match: links(root, match["part"]), text)
+    text = MINUTES.sub(lambda match: total(root, match["what"]), text)
     address = app.config.html_theme_options["repository_url"]
     text = text.replace("{{ repository }}", address)
     text = text.replace("{{ version }}", transformer.__version__)

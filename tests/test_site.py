@@ -127,6 +127,20 @@ def test_minutes_count_words_and_code(tmp_path):
     assert notebook_pages.minutes(tmp_path, "a a") == 40
 
 
+def test_chapters_of_a_part_come_from_the_list_of_contents(tmp_path):
+    toc = "parts:\n- caption: One\n  chapters:\n  - file: chapters/a\n"
+    toc += "    sections: [{file: chapters/b}]\n- caption: Two\n"
+    toc += "  chapters: [{file: claims}, {file: chapters/c}]\n"
+    (tmp_path / "_toc.yml").write_text(toc, encoding="utf-8")
+    assert notebook_pages.pages(tmp_path, "One") == ["chapters/a", "chapters/b"]
+    assert notebook_pages.pages(tmp_path, "all") == [f"chapters/{x}" for x in "abc"]
+    assert notebook_pages.pages(tmp_path, "chapters/b") == ["chapters/b"]
+    assert notebook_pages.links(tmp_path, "One") == (
+        "{doc}`chapters/a` and {doc}`chapters/b`"
+    )
+    assert notebook_pages.links(tmp_path, "Two") == "{doc}`chapters/c`"
+
+
 def test_lock_pins_each_package_and_names_no_address():
     lock = (SITE / "package-lock.json").read_text(encoding="utf-8")
     wanted = json.loads((SITE / "package.json").read_text(encoding="utf-8"))
