@@ -31,6 +31,7 @@ NOT_LINKED = {
     "block": "also a block of code, and a tile of a matrix",
     "holds": "an everyday verb",
     "imprecise": "an everyday word; the preface lists the verdicts",
+    "kernel": "also what runs a notebook",
     "margin": "also the margin of the page",
     "score": "also a verb",
     "value": "also the value of any variable",
