@@ -1,10 +1,37 @@
-"""Positions by hand: scalar loops in float64, for the tests of `positions`."""
+"""Positions by hand: scalar loops in float64, for the tests of `positions`.
+
+And what those tests share.
+"""
 
 import math
 
+import pytest
 import torch
-from attention_oracle import allowed_keys, stack
+from attention_oracle import DEVICES, DTYPES, allowed_keys, stack
 from torch import Tensor
+
+from transformer.positions import RelativeAttention
+
+each_device = pytest.mark.parametrize("device", DEVICES)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+each_pairing = pytest.mark.parametrize("pairing", ["halves", "neighbours"])
+
+
+def draw(
+    *shape: int, seed: int = 0, dtype: torch.dtype = torch.float64, device: str = "cpu"
+) -> Tensor:
+    """Random numbers, drawn on the CPU."""
+    torch.manual_seed(seed)
+    return torch.randn(shape).to(device, dtype)
+
+
+def relative(d_model: int = 12, n_heads: int = 3, **how) -> RelativeAttention:
+    """With biases that are not zero."""
+    torch.manual_seed(3)
+    module = RelativeAttention(d_model, n_heads, **how)
+    for bias in (module.content_bias, module.position_bias):
+        bias.data.normal_()
+    return module
 
 
 def sinusoid_by_hand(position: float, d_model: int, base: float = 10000.0) -> Tensor:

@@ -7,9 +7,14 @@ from functools import partial
 
 import pytest
 import torch
-from attention_oracle import DEVICES, DTYPES, HALF, assert_as_exact, with_gradients
+from attention_oracle import HALF, assert_as_exact, with_gradients
 from positions_oracle import (
     alibi_by_hand,
+    draw,
+    each_device,
+    each_dtype,
+    each_pairing,
+    relative,
     relative_by_hand,
     sinusoid_by_hand,
     slopes_by_hand,
@@ -35,26 +40,8 @@ from transformer.positions import (
     yarn_scale,
 )
 
-each_device = pytest.mark.parametrize("device", DEVICES)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-each_pairing = pytest.mark.parametrize("pairing", ["halves", "neighbours"])
 LOOPS = {"reference": "loops in float64"}
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
-
-
-def draw(*shape: int, seed: int = 0, dtype=torch.float64, device="cpu"):
-    """Random numbers, drawn on the CPU."""
-    torch.manual_seed(seed)
-    return torch.randn(shape).to(device, dtype)
-
-
-def relative(d_model=12, n_heads=3, **how) -> RelativeAttention:
-    """With biases that are not zero."""
-    torch.manual_seed(3)
-    module = RelativeAttention(d_model, n_heads, **how)
-    for bias in (module.content_bias, module.position_bias):
-        bias.data.normal_()
-    return module
 
 
 # --- sinusoids and learned vectors -------------------------------------------------

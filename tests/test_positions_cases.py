@@ -5,9 +5,12 @@ import re
 
 import pytest
 import torch
-from attention_oracle import DEVICES
 from positions_oracle import (
     alibi_by_hand,
+    draw,
+    each_device,
+    each_pairing,
+    relative,
     relative_by_hand,
     sinusoid_by_hand,
     turn_by_hand,
@@ -30,19 +33,10 @@ from transformer.positions import (
     sinusoids,
 )
 
-each_device = pytest.mark.parametrize("device", DEVICES)
-each_pairing = pytest.mark.parametrize("pairing", ["halves", "neighbours"])
-
 
 def doubles(*numbers: float) -> torch.Tensor:
     """A row in float64."""
     return torch.tensor(numbers, dtype=torch.float64)
-
-
-def draw(*shape: int, seed: int = 0, dtype=torch.float64) -> torch.Tensor:
-    """Random numbers, drawn on the CPU."""
-    torch.manual_seed(seed)
-    return torch.randn(shape).to(dtype)
 
 
 # --- CASE-06: which features are a pair --------------------------------------------
@@ -313,10 +307,7 @@ def test_case_12_shift_equals_a_double_loop(t, s, lead):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("m", [None, 0, 3, 7])
 def test_case_12_attention_equals_loops_with_and_without_memory_and_mask(m, causal):
-    torch.manual_seed(0)
-    module = RelativeAttention(12, 3).double()
-    for p in (module.content_bias, module.position_bias):
-        p.data.normal_()
+    module = relative().double()
     x, memory = draw(2, 4, 12), None if m is None else draw(2, m, 12, seed=1)
     mask = draw(2, 1, 4, 4 + (m or 0), seed=2) > -1
     found = module(x, mask=mask, causal=causal, memory=memory)
