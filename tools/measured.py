@@ -71,6 +71,16 @@ def percent(module: dict[str, int]) -> float:
     return 100 * module["covered"] / max(1, module["statements"])
 
 
+def add(path: Path, more: Path) -> None:
+    """Add to what the unit tests measured what tests of a process apart did."""
+    found, others = read(path), read(more)
+    found["components"] |= others["components"]
+    for module, lines in others["coverage"].items():
+        known = found["coverage"].setdefault(module, lines)
+        known["covered"] = max(known["covered"], lines["covered"])
+    write(path, found)
+
+
 def gather_notebooks(folder: Path, out: Path) -> None:
     """Put what each notebook left in a folder into one file."""
     found = {path.stem: read(path) for path in sorted(folder.glob("*.json"))}

@@ -4,8 +4,8 @@ All stages run, also after one has failed; the exit status is 1 if any did.
 
 What stages measure is written to build/measured and compared by the last of them.
 
-Usage: python tools/test_stages.py [environment] [unit] [notebooks] [book] [browser]
-       [measured]
+Usage: python tools/test_stages.py [environment] [unit] [kernels] [notebooks] [book]
+       [browser] [measured]
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def environment() -> bool:
 def unit() -> bool:
     """Lint, and the tests of the package and of the repository."""
     folders = [name for name in FORMATTED if (ROOT / name).is_dir()]
-    pytest = (PYTHON, "-m", "pytest", "tests", "--ignore=tests/browser")
+    apart = ("--ignore=tests/browser", "--ignore=tests/kernels")
+    pytest = (PYTHON, "-m", "pytest", "tests", *apart)
     out = MEASURED / "tests.json"
     out.unlink(missing_ok=True)
     options = ("-n2", "--dist=worksteal", "--durations=10", f"--measured={out}")
@@ -53,6 +54,21 @@ def unit() -> bool:
         run(PYTHON, "-m", "ruff", "format", "--check", *folders),
         run(*pytest, *options),
     ]
+    return all(steps)
+
+
+def kernels() -> bool:
+    """Triton's kernels, interpreted, and compiled for GPUs that are not here."""
+    pytest = (PYTHON, "-m", "pytest", "-n2", "--dist=worksteal", "--durations=5")
+    out = MEASURED / "kernels.json"
+    interpreted = (*pytest, "tests/kernels/test_triton.py", f"--measured={out}")
+    with tempfile.TemporaryDirectory() as cache:  # compiled anew each time
+        steps = [
+            run(*interpreted, TRITON_INTERPRET="1"),
+            run(*pytest, "tests/kernels/test_ahead.py", TRITON_CACHE_DIR=cache),
+        ]
+    if all(steps) and (MEASURED / "tests.json").exists():
+        measures.add(MEASURED / "tests.json", out)
     return all(steps)
 
 
@@ -151,6 +167,7 @@ def measured() -> bool:
 STAGES: dict[Callable[[], bool], int] = {  # and the seconds that each may take
     environment: 240,
     unit: 480,
+    kernels: 240,
     notebooks: 720,
     book: 90,
     browser: 210,

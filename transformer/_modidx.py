@@ -413,8 +413,11 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'transformer/window.py'),
                                     'transformer.window.band_blocks': ('sliding_window.html#band_blocks', 'transformer/window.py'),
                                     'transformer.window.band_edge': ('sliding_window.html#band_edge', 'transformer/window.py'),
+                                    'transformer.window.band_gradients': ('sliding_window.html#band_gradients', 'transformer/window.py'),
                                     'transformer.window.block_weights': ('sliding_window.html#block_weights', 'transformer/window.py'),
                                     'transformer.window.cut_mask': ('sliding_window.html#cut_mask', 'transformer/window.py'),
+                                    'transformer.window.has_kernel': ('sliding_window.html#has_kernel', 'transformer/window.py'),
+                                    'transformer.window.rows_of_block': ('sliding_window.html#rows_of_block', 'transformer/window.py'),
                                     'transformer.window.window_attention': ( 'sliding_window.html#window_attention',
                                                                              'transformer/window.py'),
                                     'transformer.window.window_mask': ('sliding_window.html#window_mask', 'transformer/window.py')}}}
