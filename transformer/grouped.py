@@ -30,9 +30,7 @@ def check_counts(least: int = 1, **counts: int) -> None:
             raise ValueError(f"{name} must be a whole number from {least}, {found}")
 
 
-def group_width(
-    d_model: int, n_heads: int, n_kv_heads: int, d_head: int | None
-) -> int:
+def group_width(d_model: int, n_heads: int, n_kv_heads: int, d_head: int | None) -> int:
     """D, after refusing counts that leave a query head without a group."""
     check_counts(d_model=d_model, n_heads=n_heads, n_kv_heads=n_kv_heads)
     if d_head is not None:
