@@ -20,6 +20,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from transformer import window as window_module
 from transformer.attention import MultiHeadAttention, attention, padding_mask
 from transformer.window import window_attention, window_mask
 
@@ -470,3 +471,44 @@ def test_is_an_attend_of_multi_head_attention():
     mask = padding_mask(torch.tensor([9, 4]), 9)
     want = peer(x, mask=mask & band_by_hand(9, 9, 3))
     assert_close(layer(x, mask=mask, causal=True), want)
+
+
+# --- the kernel of a GPU -------------------------------------------------------------
+
+
+def test_kernel_takes_over_where_it_can(monkeypatch):
+    q, k, v, _ = make_inputs(*SHAPES["grouped"])
+    pad, calls = padding_mask(torch.tensor([6, 2]), 6), []
+
+    def kernel(*given, **how):
+        calls.append((given, how))
+        return given[0]
+
+    monkeypatch.setattr(window_module, "has_kernel", lambda *given: given[3] is pad)
+    monkeypatch.setattr(window_module, "triton_attention", kernel)
+    assert window_attention(3)(q, k, v, pad).equal(q)
+    assert window_attention(3)(q, k, v).shape == q.shape and len(calls) == 1
+    given, how = calls[0]
+    assert all(a is b for a, b in zip(given, (q, k, v, pad), strict=True))
+    assert how == {"window": 3}
+
+
+def test_kernel_is_asked_only_for_what_it_takes(monkeypatch):
+    class OnGpu:  # as far as the question goes
+        is_cuda = True
+
+    x, pad = OnGpu(), torch.ones(2, 1, 1, 6, dtype=torch.bool)
+    monkeypatch.setattr(window_module, "check_kernel", lambda *given: None)
+    assert window_module.has_kernel(x, x, x, None)
+    assert window_module.has_kernel(x, x, x, pad)
+    assert window_module.has_kernel(x, x, x, pad[0, 0, 0])
+    assert not window_module.has_kernel(x, x, x, pad.expand(2, 4, 1, 6))
+    assert not window_module.has_kernel(x, x, x, pad.expand(2, 1, 5, 6))
+    assert not window_module.has_kernel(torch.zeros(1), x, x, None)
+    for error in (RuntimeError, TypeError, ValueError):
+
+        def refuse(*given, error=error):
+            raise error("not this")
+
+        monkeypatch.setattr(window_module, "check_kernel", refuse)
+        assert not window_module.has_kernel(x, x, x, None)

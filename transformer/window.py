@@ -99,7 +99,7 @@ def rows_of_block(q: Tensor) -> int:
     """Queries in a block: what is fastest on a CPU, measured at W = 256."""
     return 64 if q.dtype.itemsize > 2 else 128
 
-
+# %% ../chapters/08_sliding_window.ipynb #BandBlocks
 class BandBlocks(torch.autograd.Function):
     """Window attention, block by block; backward makes the weights again.
 
