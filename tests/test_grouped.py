@@ -258,6 +258,23 @@ def test_grouped_attention_refuses_what_attention_refuses():
         grouped_attention(q[:, :3], k, v)
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 1, 5), (2, 1, 5), (1, 4), (1, 2, 4, 1, 5)])
+def test_grouped_attention_refuses_masks_that_do_not_broadcast(shape):
+    """A mask for each key-value head is no mask for each query head."""
+    q, k, v = some_heads(4, 2, 1, 5, (2,))
+    with pytest.raises(ValueError, match="mask must broadcast to the scores"):
+        grouped_attention(q, k, v, torch.ones(shape, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (1, 1, 5), (3, 1, 1, 5)])
+def test_grouped_attention_of_queries_that_many_texts_share(shape):
+    q, k, v = some_heads(4, 2, 1, 5)
+    mask = torch.rand(shape) < 0.7
+    got = grouped_attention(q[0], k, v, mask)
+    assert_close(got, plain(q[0], k, v, mask), rtol=0, atol=1e-12)
+    assert got.shape == (3, 4, 1, 6)
+
+
 # --- memory -----------------------------------------------------------------------
 
 
@@ -554,6 +571,12 @@ def test_cache_of_llama_2_7b_takes_half_a_mebibyte_a_token():
 def test_cache_bytes_refuse_counts_that_are_none(arguments, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         kv_cache_bytes(*arguments)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", None, 2])
+def test_cache_bytes_refuse_what_is_no_dtype(dtype):
+    with pytest.raises(TypeError, match=f"^dtype must be a torch.dtype, got {dtype=}$"):
+        kv_cache_bytes(32, 8, 128, 9, dtype=dtype)
 
 
 # --- case 28 ------------------------------------------------------------------------

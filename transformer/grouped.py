@@ -158,8 +158,11 @@ def kv_cache_bytes(
         dtype: Of a number.
 
     Raises:
+        TypeError: dtype is not a torch.dtype.
         ValueError: A count is no whole number, or too small.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype=}")
     check_counts(n_layers=n_layers, n_kv_heads=n_kv_heads, d_head=d_head)
     check_counts(0, n_tokens=n_tokens, n_sequences=n_sequences)
     numbers = 2 * n_layers * n_kv_heads * d_head * n_tokens * n_sequences
