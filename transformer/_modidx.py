@@ -218,7 +218,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'transformer.flash.io_bytes': ('flash_attention.html#io_bytes', 'transformer/flash.py'),
                                    'transformer.flash.online_softmax': ('flash_attention.html#online_softmax', 'transformer/flash.py'),
                                    'transformer.flash.pieces': ('flash_attention.html#pieces', 'transformer/flash.py'),
-                                   'transformer.flash.product': ('flash_attention.html#product', 'transformer/flash.py'),
                                    'transformer.flash.product_dtype': ('flash_attention.html#product_dtype', 'transformer/flash.py'),
                                    'transformer.flash.spans': ('flash_attention.html#spans', 'transformer/flash.py'),
                                    'transformer.flash.tile_scores': ('flash_attention.html#tile_scores', 'transformer/flash.py'),
