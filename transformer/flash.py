@@ -66,26 +66,21 @@ def walk(
         yield rows, spans(0, min(rows.stop + past, n_keys), block_k)
 
 # %% ../chapters/06_flash_attention.ipynb #product
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for (h, …) matrices; a single one goes the way that is faster on a CPU."""
-    return (a[0] @ b[0])[None] if len(a) == 1 else a @ b
-
-
 def tile_scores(q: Tensor, k: Tensor, see: Tensor | None, diagonal: int) -> Tensor:
-    """Scores of one tile, (h, G·t, s), −∞ where a query may not look.
+    """Scores of one tile, (…, G·t, s), −∞ where a query may not look.
 
     Args:
-        q: Scaled queries of G heads that share keys, (h, G, t, D).
-        k: (h, s, D).
-        see: (h, G, t, s) bool.
+        q: Scaled queries of G heads that share keys, (…, G, t, D).
+        k: (…, s, D).
+        see: (…, G, t, s) bool.
         diagonal: Query i of the tile may see its keys 0 … i + diagonal.
     """
-    flat, n_keys = product(q.flatten(1, 2), k.mT), k.size(-2)
-    scores = flat.unflatten(1, q.shape[1:3])
+    flat, n_keys = q.flatten(-3, -2) @ k.mT, k.size(-2)
+    scores = flat.unflatten(-2, q.shape[-3:-1])
     if diagonal < n_keys - 1:
         first = max(diagonal + 1, 0)  # the first key that some query may not see
-        late = torch.ones(q.size(2), n_keys - first, dtype=torch.bool, device=q.device)
-        late = late.triu(diagonal + 1 - first)
+        late = q.new_ones(q.size(-2), n_keys - first, dtype=torch.bool)
+        late.triu_(diagonal + 1 - first)
         scores[..., first:].masked_fill_(late, -math.inf)
     if see is not None:
         scores.masked_fill_(~see, -math.inf)
@@ -121,30 +116,30 @@ def forward_tiles(
     block_q: int,
     block_k: int,
 ) -> None:
-    """Fill out (h, G, T, E) and, unless it is None, the log-sum-exp lse (h, G, T).
+    """Fill out (…, G, T, E) and, unless it is None, the log-sum-exp lse (…, G, T).
 
-    Args: q (h, G, T, D), G heads that share keys; k (h, S, D); v (h, S, E); mask
-    (h, G, T, S); query i may see keys 0 … i + past.
+    Args: q (…, G, T, D), G heads that share keys; k (…, S, D); v (…, S, E); mask
+    (…, G, T, S); query i may see keys 0 … i + past.
     """
-    n_queries, n_keys, scale = q.shape[2], k.shape[1], 1 / math.sqrt(q.shape[3])
+    n_queries, n_keys, scale = q.shape[-2], k.shape[-2], 1 / math.sqrt(q.shape[-1])
     work = product_dtype(q.dtype, n_keys, lse is not None)
     for rows, columns in walk(n_queries, n_keys, past, block_q, block_k):
-        here, running = q[:, :, rows].to(work) * scale, None
+        here, running = q[..., rows, :].to(work) * scale, None
         for keys in columns:
-            see = None if mask is None else mask[:, :, rows, keys]
+            see = None if mask is None else mask[..., rows, keys]
             if hidden(see):
                 continue
-            values, diagonal = v[:, keys].to(work), rows.start + past - keys.start
-            scores = tile_scores(here, k[:, keys].to(work), see, diagonal)
+            values, diagonal = v[..., keys, :].to(work), rows.start + past - keys.start
+            scores = tile_scores(here, k[..., keys, :].to(work), see, diagonal)
             if len(columns) == 1 and see is None and lse is None:
-                running = product(scores.softmax(-1), values), None  # a plain softmax
+                running = scores.softmax(-1) @ values, None  # a plain softmax
             else:
                 running = online_softmax(scores, values, running)
         if running is None:
             continue
-        out[:, :, rows] = running[0].unflatten(1, here.shape[1:3])
+        out[..., rows, :] = running[0].unflatten(-2, here.shape[-3:-1])
         if lse is not None:
-            lse[:, :, rows] = running[1].view(here.shape[:3])
+            lse[..., rows] = running[1].view(here.shape[:-1])
 
 # %% ../chapters/06_flash_attention.ipynb #tile_slopes
 def tile_slopes(
@@ -156,7 +151,7 @@ def tile_slopes(
     """
     total = total.clamp(min=torch.finfo(total.dtype).min)  # -inf - -inf is NaN
     weights = scores.sub_(total).exp_()
-    return weights, product(slope, v.mT).sub_(mean).mul_(weights)
+    return weights, (slope @ v.mT).sub_(mean).mul_(weights)
 
 # %% ../chapters/06_flash_attention.ipynb #backward_tiles
 def backward_tiles(
@@ -176,22 +171,22 @@ def backward_tiles(
 
     Args: as in `forward_tiles`.
     """
-    n_queries, n_keys, scale = q.shape[2], k.shape[1], 1 / math.sqrt(q.shape[3])
+    n_queries, n_keys, scale = q.shape[-2], k.shape[-2], 1 / math.sqrt(q.shape[-1])
     (dq, dk, dv), work = grads, lse.dtype
     for rows, columns in walk(n_queries, n_keys, past, block_q, block_k):
-        here, slope = q[:, :, rows].to(work) * scale, up[:, :, rows].to(work)
-        mean = (slope * out[:, :, rows]).sum(-1).flatten(1)[..., None]
-        total, slope = lse[:, :, rows].flatten(1)[..., None], slope.flatten(1, 2)
+        here, slope = q[..., rows, :].to(work) * scale, up[..., rows, :].to(work)
+        mean = (slope * out[..., rows, :]).sum(-1).flatten(-2)[..., None]
+        total, slope = lse[..., rows].flatten(-2)[..., None], slope.flatten(-3, -2)
         for keys in columns:
-            see = None if mask is None else mask[:, :, rows, keys]
+            see = None if mask is None else mask[..., rows, keys]
             if hidden(see):
                 continue
-            k_here, v_here = k[:, keys].to(work), v[:, keys].to(work)
+            k_here, v_here = k[..., keys, :].to(work), v[..., keys, :].to(work)
             scores = tile_scores(here, k_here, see, rows.start + past - keys.start)
             weights, dscores = tile_slopes(scores, total, slope, v_here, mean)
-            dv[:, keys] += product(weights.mT, slope)
-            dq[:, :, rows] += product(dscores, k_here).view(here.shape) * scale
-            dk[:, keys] += product(dscores.mT, here.flatten(1, 2))
+            dv[..., keys, :] += weights.mT @ slope
+            dq[..., rows, :] += (dscores @ k_here).view(here.shape) * scale
+            dk[..., keys, :] += dscores.mT @ here.flatten(-3, -2)
 
 # %% ../chapters/06_flash_attention.ipynb #cast_together
 def cast_together(*inputs: Tensor) -> list[Tensor]:
@@ -205,16 +200,17 @@ def cast_together(*inputs: Tensor) -> list[Tensor]:
 
 # %% ../chapters/06_flash_attention.ipynb #pieces
 def pieces(q: Tensor, k: Tensor, block_q: int, block_k: int) -> Iterator[tuple]:
-    """Batch entries, each with some of its key-value heads; more if tiles are small."""
+    """Batch entries with one key-value head, or with several if tiles are small."""
     n_batch, n_shared, n_readers, n_queries, _ = q.shape
     tile = n_readers * min(block_q, n_queries) * min(block_k, k.size(2))
-    at_once = max(1, 2**18 // max(tile, 1))
+    at_once = max(1, min(n_shared, 2**18 // max(tile, 1)))
+    groups = range(n_shared) if at_once == 1 else spans(0, n_shared, at_once)
     for b in range(n_batch):
-        for heads in spans(0, n_shared, at_once):
+        for heads in groups:
             yield b, heads
 
 
-def at(here: tuple[int, slice], *tensors: Tensor | None) -> list[Tensor | None]:
+def at(here: tuple[int, int | slice], *tensors: Tensor | None) -> list[Tensor | None]:
     """The same batch entry and heads of all tensors."""
     return [x if x is None else x[here] for x in tensors]
 
