@@ -446,6 +446,19 @@ def test_autocast_is_as_exact_as_its_dtype(dtype, device):
     assert_as_exact(got, exact, peer)
 
 
+@each_device
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_autocast_may_end_before_the_backward_pass(dtype, device):
+    q, k, v, up = make_inputs(*SHAPES["grouped"], torch.float32, device)
+    inputs, up = [x.requires_grad_() for x in (q, k, v)], up.to(dtype)
+    with torch.autocast(device, dtype):
+        out = window_attention(3)(*inputs)
+    grads = torch.autograd.grad(out, inputs, up)
+    cast = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    want = torch.autograd.grad(window_attention(3)(*cast), cast, up)
+    assert_close(grads, tuple(x.float() for x in want))
+
+
 @pytest.mark.parametrize("n_tokens", [7, 150])
 def test_compiles_into_one_graph(n_tokens, conform):
     shape = (2, 4, n_tokens, 8), (2, 2, n_tokens, 8), 8
