@@ -6,7 +6,9 @@ import sys
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from transformer.attention import MultiHeadAttention
@@ -455,6 +457,47 @@ def test_what_another_program_wrote_is_refused(tmp_path):
 def test_data_that_json_would_change_is_refused(tmp_path):
     with pytest.raises(TypeError, match="config must be what JSON gives back"):
         save_checkpoint(tmp_path, plain(), step=0, config={"betas": (0.9, 0.98)})
+
+
+def shard(rank, folder, n_steps):
+    """Go on in two processes that hold half of each tensor."""
+    torch.set_num_threads(1)
+    store = distributed.FileStore(f"{folder}/store", 2)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model = plain(seed=5 + rank)
+    for part in (*model, model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = adam(model)
+    assert load_checkpoint(folder, model, optimizer)["step"] == 2
+    for _ in range(n_steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    path = save_checkpoint(folder, model, optimizer, step=2 + n_steps)
+    assert (path is None) == (rank > 0)
+    distributed.destroy_process_group()
+
+
+def test_two_processes_go_on_from_one_and_one_from_two(tmp_path):
+    def go_on(model, optimizer, n):
+        for _ in range(n):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+
+    model = plain()
+    optimizer = adam(model)
+    go_on(model, optimizer, 2)
+    save_checkpoint(tmp_path, model, optimizer, step=2)
+    torch.multiprocessing.spawn(shard, (str(tmp_path), 3), nprocs=2)
+    last = plain(seed=9)
+    other = adam(last)
+    assert load_checkpoint(tmp_path, last, other)["step"] == 5
+    go_on(last, other, 2)
+    go_on(model, optimizer, 5)
+    pairs = zip(model.parameters(), last.parameters(), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
 MEMORY = """
