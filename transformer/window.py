@@ -177,7 +177,8 @@ def window_attention(window: int) -> Callable[..., Tensor]:
 
     Returns:
         A function like `attention`. The band is causal by nature: `causal=False` gives
-        the same. A mask hides further keys.
+        the same. A mask hides further keys. A query that stands before the first key,
+        as the first T − S do where T > S, gets zeros.
 
     Raises:
         ValueError: The window is not a whole number from 1; (from the function) as
