@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from functools import partial
 
 import pytest
@@ -25,6 +26,7 @@ from transformer.attention import MultiHeadAttention, attention, causal_mask
 from transformer.flash import (
     TiledAttention,
     flash_attention,
+    io_bytes,
     online_softmax,
 )
 
@@ -198,13 +200,49 @@ def test_module_takes_it_as_attend(device):
         assert_close(ours(x, **how), formula(x, **how))
 
 
-@pytest.mark.parametrize("blocks", [(0, 8), (8, -1)], ids=str)
-def test_blocks_that_are_not_positive_are_refused(blocks):
+@pytest.mark.parametrize("block", [0, -1, True, 2.0, 2.5, None, "8"], ids=repr)
+@pytest.mark.parametrize("name", ["block_q", "block_k"])
+def test_blocks_that_are_not_positive_whole_numbers_are_refused(name, block):
     q = torch.randn(4, 2)
-    block_q, block_k = blocks
-    message = f"blocks must be positive, got {block_q=}, {block_k=}"
-    with pytest.raises(ValueError, match=message):
-        flash_attention(q, q, q, block_q=block_q, block_k=block_k)
+    message = f"{name} must be a positive whole number, got {name}={block!r}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        flash_attention(q, q, q, **{name: block})
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_mixed_dtypes_are_refused(index):
+    inputs = [torch.randn(2, 4, 3) for _ in range(3)]
+    inputs[index] = inputs[index].bfloat16()
+    with pytest.raises(
+        TypeError, match="q, k and v must have one floating-point dtype"
+    ):
+        flash_attention(*inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool], ids=str)
+def test_inputs_that_are_no_real_numbers_are_refused(dtype):
+    q = torch.ones(2, 4, 3, dtype=dtype)
+    with pytest.raises(TypeError, match="one floating-point dtype"):
+        flash_attention(q, q, q)
+
+
+@pytest.mark.parametrize("index", [1, 2])
+def test_mixed_devices_are_refused(index):
+    inputs = [torch.randn(2, 4, 3) for _ in range(3)]
+    inputs[index] = inputs[index].to("meta")
+    with pytest.raises(ValueError, match="q, k and v must be on one device"):
+        flash_attention(*inputs)
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 2.5], ids=repr)
+@pytest.mark.parametrize(
+    "name", ["n_queries", "n_keys", "d_head", "block_q", "bytes_each"]
+)
+def test_bytes_of_what_is_no_count_are_refused(name, count):
+    counts = {"n_queries": 8, "n_keys": 8, "d_head": 4, name: count}
+    message = f"{name} must be a positive whole number, got {name}={count!r}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        io_bytes(**counts)
 
 
 @pytest.mark.parametrize("causal", [False, True])

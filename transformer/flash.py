@@ -189,6 +189,24 @@ def backward_tiles(
             dk[..., keys, :] += dscores.mT @ here.flatten(-3, -2)
 
 # %% ../chapters/06_flash_attention.ipynb #cast_together
+def check_whole(**counts: int) -> None:
+    """Refuse a count that is not a positive whole number."""
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            found = f"got {name}={count!r}"
+            raise ValueError(f"{name} must be a positive whole number, {found}")
+
+
+def check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse whole numbers, and a mixture of dtypes or of devices."""
+    if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
+        found = f"got {q.dtype=}, {k.dtype=}, {v.dtype=}"
+        raise TypeError(f"q, k and v must have one floating-point dtype, {found}")
+    if not q.device == k.device == v.device:
+        found = f"got {q.device=}, {k.device=}, {v.device=}"
+        raise ValueError(f"q, k and v must be on one device, {found}")
+
+
 def cast_together(*inputs: Tensor) -> list[Tensor]:
     """Cast as autocast casts the inputs of a matrix product; else give them back."""
     kind = inputs[0].device.type
@@ -289,15 +307,17 @@ def flash_attention(
         (..., H, T, E); zeros for a query that may look nowhere.
 
     Raises:
-        TypeError: The mask is not bool.
-        ValueError: Shapes do not fit together, or a block is not positive.
+        TypeError: The mask is not bool, or q, k and v have no floating-point dtype
+            in common.
+        ValueError: Shapes or devices do not fit together, or a block is not a positive
+            whole number.
 
     Source: Dao et al. 2022; the order of the loops is that of Dao 2023.
     """
     check_inputs(q, k, v, mask)
-    if min(block_q, block_k) < 1:
-        raise ValueError(f"blocks must be positive, got {block_q=}, {block_k=}")
+    check_whole(block_q=block_q, block_k=block_k)
     q, k, v = cast_together(q, k, v)
+    check_alike(q, k, v)
     lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3])
     plain = max(q.dim(), k.dim()) < 3  # no heads
     q, k, v = (fold(x, lead) for x in (q, k, v))
@@ -337,8 +357,13 @@ def io_bytes(
     Returns:
         Bytes read, bytes written.
 
+    Raises:
+        ValueError: A count is not a positive whole number.
+
     Source: Dao et al. 2022, theorem 2.
     """
+    check_whole(n_queries=n_queries, n_keys=n_keys, d_head=d_head)
+    check_whole(bytes_each=bytes_each, block_q=1 if block_q is None else block_q)
     q, k, pairs = n_queries * d_head, n_keys * d_head, n_queries * n_keys
     if block_q is None:  # scale q; multiply by k; softmax; multiply by v
         read, written = q + (q + k) + pairs + (pairs + k), q + pairs + pairs + q
