@@ -115,6 +115,13 @@ def test_rows_share_no_memory_with_the_stream():
     assert stream.equal(torch.arange(9)) and labels[0, 0] == 101
 
 
+@pytest.mark.parametrize("ids", [[1.5], [True], [-1], torch.tensor([1.7]), ["a"]])
+def test_what_is_no_id_is_not_packed(ids):
+    for docs, end in (([[1], ids], END), ([[1]], ids[0]), ([[1]], None)):
+        with refuses(ValueError, "^ids must be in 0 … 9223372036854775807, got "):
+            pack(docs, end)
+
+
 # --- documents in one row -------------------------------------------------------------
 
 
@@ -263,9 +270,50 @@ def test_state_is_small_and_counts_batches():
     reader = batches(torch.arange(29), 4, 2, seed=5)
     next(reader), next(reader)
     state = {"batch": 2, "length": 29, "n_tokens": 4, "batch_size": 2, "seed": 5}
+    state["digest"] = reader.state()["digest"]
     assert reader.state() == state == json.loads(json.dumps(state))
     resumed = batches(torch.arange(29), 4, 2, seed=5, resume=state)
     assert next(resumed)[0].equal(next(reader)[0])
+
+
+@pytest.mark.parametrize("length", [2, 29, 999, 1000, 5000])
+def test_state_of_another_stream_of_the_same_length_is_refused(length):
+    state = batches(torch.arange(length), 4, 2).state()
+    batches(torch.arange(length).to(torch.uint16), 4, 2, resume=state)  # same tokens
+    with refuses(ValueError, "same reading, got digest .*, here "):
+        batches(torch.arange(length) + 1, 4, 2, resume=state)
+
+
+READING = """
+import json, os, sys
+from pathlib import Path
+from transformer.data import batches, read_tokens
+folder = Path(sys.argv[1])
+kept, part = folder / "state.json", folder / "state.part"
+resume = json.loads(kept.read_text()) if kept.exists() else None
+reader = batches(read_tokens(folder / "t"), 7, 4, seed=5, epochs=20, resume=resume)
+for tokens, labels in reader:
+    print(reader.n_read, tokens.tolist(), labels.tolist(), sep="|", flush=True)
+    part.write_text(json.dumps(reader.state()))
+    os.replace(part, kept)
+"""
+
+
+def test_killed_process_goes_on_where_it_was(tmp_path):
+    write_tokens(tmp_path / "t", [range(40), range(33)], 70_000, end=69_999)
+    command, found, kills = [sys.executable, "-c", READING, str(tmp_path)], {}, 0
+    for n_lines in (1, 17, 30, 99):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            for i, line in enumerate(child.stdout, 1):
+                if i == n_lines:
+                    child.kill()  # in the middle of what follows
+                if line.endswith("\n"):
+                    n, batch = line.split("|", 1)
+                    assert found.setdefault(int(n), batch) == batch  # or read again
+        kills += child.returncode == -9
+    whole = batches(read_tokens(tmp_path / "t"), 7, 4, seed=5, epochs=20)
+    wanted = [f"{tokens.tolist()}|{labels.tolist()}\n" for tokens, labels in whole]
+    assert kills >= 3 and [found[n + 1] for n in range(len(wanted))] == wanted
 
 
 def test_taking_a_state_changes_nothing():
@@ -422,6 +470,40 @@ def test_id_that_would_wrap_is_refused_and_leaves_no_file(ids, wrong, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("vocab_size", [0, -1, (1 << 32) + 1, 300.0, True, "9", None])
+def test_size_of_no_vocabulary_is_refused(vocab_size, tmp_path):
+    rule = re.escape("vocab_size must be in 1 … 2**32, got ")
+    with refuses(ValueError, f"^{rule}{vocab_size!r}$"):
+        write_tokens(tmp_path / "t", [[1]], vocab_size)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        (b'"U16"', b'"F16"'),
+        (b'"U16"', b'"U32"'),
+        (b"[3]", b"[-1]"),
+        (b"[3]", b'["3"]'),
+        (b"[3]", b"[NaN]"),
+        (b"[3]", b"[3, 1]"),
+        (b"[0, 6]", b"[6, 0]"),
+        (b'"300"', b'"-5"'),
+        (b'"300"', b"Infinity"),
+        (b'"300"', b'"70000"'),
+    ],
+)
+def test_file_with_another_table_is_refused(old, new, tmp_path):
+    path = tmp_path / "t"
+    write_tokens(path, [[1, 2, 3]], 300)
+    data = path.read_bytes()
+    head = data[8:256].replace(old, new).rstrip().ljust(248)
+    assert head != data[8:256]
+    path.write_bytes(data[:8] + head + data[256:])
+    with refuses(ValueError, "must be a file that write_tokens made$"):
+        read_tokens(path)
+
+
 def test_old_file_stays_when_writing_fails(tmp_path):
     write_tokens(tmp_path / "t", [[1, 2]], 300)
 
@@ -486,16 +568,16 @@ def test_what_is_no_stream_is_refused(given, found):
 
 @pytest.mark.parametrize("shape", [(1,), (0,), (3, 3), ()])
 def test_stream_of_another_shape_is_refused(shape):
-    found = re.escape(f"got shape {shape}")
-    with refuses(ValueError, f"^stream must be a row of at least 2 tokens, {found}$"):
+    found = re.escape(f"got {shape}")
+    with refuses(ValueError, f"^stream must be \\(N,\\), N > 1, {found}$"):
         batches(torch.ones(shape, dtype=torch.long), 4, 2)
 
 
 @pytest.mark.parametrize("name", ["n_tokens", "batch_size", "epochs", "world_size"])
-@pytest.mark.parametrize("value", [0, -2])
-def test_counts_below_one_are_refused(name, value):
+@pytest.mark.parametrize("value", [0, -2, 1.5, 2.0, True, "2", float("nan")])
+def test_what_is_no_count_is_refused(name, value):
     how = {"n_tokens": 4, "batch_size": 2} | {name: value}
-    with refuses(ValueError, f"^{name} must be positive, got {value}$"):
+    with refuses(ValueError, f"^{name} must be a positive int, got {value!r}$"):
         batches(torch.arange(9), **how)
 
 
@@ -513,6 +595,8 @@ def test_ranks_that_do_not_fit_are_refused(rank, world_size):
         ({"n_tokens": 5}, "n_tokens 5, here 4"),
         ({"batch_size": 3}, "batch_size 3, here 2"),
         ({"seed": 1}, "seed 1, here 0"),
+        ({"seed": 0.0}, "seed 0.0, here 0"),  # equal, but another order
+        ({"digest": "f"}, "digest f, here [0-9a-f]{16}"),
         ({"length": 10}, "length 10, here 9"),
         ({"length": None}, "length None, here 9"),
     ],

@@ -12,7 +12,6 @@ import json
 import mmap
 import os
 import re
-import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass
@@ -26,8 +25,8 @@ from torch import Tensor
 END = "<|endoftext|>"
 
 
-def check_text(text: str) -> None:
-    """Refuse what UTF-8 cannot hold: half of a pair of surrogates."""
+def check_text(text: str) -> str:
+    """The text, if UTF-8 can hold it: no half of a pair of surrogates."""
     if not isinstance(text, str):
         raise TypeError(f"text must be str, got {type(text).__name__}")
     try:
@@ -36,22 +35,22 @@ def check_text(text: str) -> None:
         found = f"U+{ord(text[error.start]):04X} at position {error.start}"
         rule = "text must have no lone surrogates"
         raise ValueError(f"{rule}, got {found}") from None
+    return text
 
 # %% ../chapters/09_data.ipynb #check_specials
 def check_specials(names: Iterable[str]) -> list[str]:
     """The special tokens as a list, if each stands once and has no white space."""
-    names = [names] if isinstance(names, str) else list(names)
+    names = [*map(check_text, [names] if isinstance(names, str) else names)]
     if len({*names}) < len(names) or any(name.split() != [name] for name in names):
-        rule = "special tokens must differ and be words without white space"
-        raise ValueError(f"{rule}, got {names}")
+        raise ValueError(f"special tokens must be words that differ, got {names}")
     return names
 
 # %% ../chapters/09_data.ipynb #check_ids
 def check_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
     """The ids as a list, if each is one of the vocabulary."""
-    ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-    if wrong := [i for i in ids if not 0 <= i < vocab_size]:
-        raise ValueError(f"ids must be in 0 … {vocab_size - 1}, got {wrong[0]}")
+    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if wrong := [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]:
+        raise ValueError(f"ids must be in 0 … {vocab_size - 1}, got {wrong[0]!r}")
     return ids
 
 # %% ../chapters/09_data.ipynb #ByteTokenizer
@@ -103,7 +102,7 @@ class ByteTokenizer:
             TypeError: The text is no str.
             ValueError: It has a lone surrogate, which UTF-8 cannot hold.
         """
-        check_text(text)
+        text = check_text(text)
         if not (specials and self.specials):
             return self.ordinary(text)
         names = sorted(map(re.escape, self.specials), key=len, reverse=True)
@@ -144,15 +143,15 @@ def number_tokens(merges: Iterable[tuple[str, str]], specials: list[str]) -> dic
 # %% ../chapters/09_data.ipynb #check_vocab
 def check_vocab(vocab: dict[str, int], merges: list, specials: list[str]) -> None:
     """Refuse ids with gaps, and tokens that are none, or two things at once."""
-    if sorted(vocab.values()) != list(range(len(vocab))):
+    if {*map(repr, vocab.values())} != {*map(repr, range(len(vocab)))}:
         raise ValueError(f"ids must be 0 … {len(vocab) - 1}, each once")
-    made = {*byte_symbols(), *map("".join, merges)}
-    odd = (vocab.keys() ^ (made | {*specials})) | (made & {*specials})
-    if odd:
+    made = {*byte_symbols(), *map("".join, merges)} - {""}
+    if odd := (vocab.keys() ^ (made | {*specials})) | (made & {*specials}):
         rule = "tokens must be the 256 bytes, what is merged, and special ones, apart"
         raise ValueError(f"{rule}, got {min(odd)!r}")
-    if bad := [pair for pair in merges if len(pair) != 2 or not {*pair} <= made]:
-        raise ValueError(f"a merge must be two tokens, got {bad[0]!r}")
+    bad = [pair for pair in merges if len(pair) != 2 or not {*pair} <= made]
+    if bad or len({*merges}) < len(merges):
+        raise ValueError(f"merges must be pairs that differ, got {bad[:1] or 'a copy'}")
 
 # %% ../chapters/09_data.ipynb #library
 def library():
@@ -178,12 +177,11 @@ def learn_merges(text: str | Iterable[str], n_tokens: int) -> list:
     """The merges of a text that bring 256 bytes to n_tokens tokens."""
     if n_tokens < 256:
         raise ValueError(f"vocab_size - specials must be at least 256, got {n_tokens}")
-    texts = [text] if isinstance(text, str) else list(text)
-    for one in texts:
-        check_text(one)
+    texts = [*map(check_text, [text] if isinstance(text, str) else text)]
     alphabet, core = sorted(byte_symbols()), engine({}, [])
     how = {"min_frequency": 2, "initial_alphabet": alphabet, "show_progress": False}
-    trainer = library().trainers.BpeTrainer(vocab_size=n_tokens, **how)
+    most = 256 + 2 * sum(map(len, texts))  # the library reserves memory for them
+    trainer = library().trainers.BpeTrainer(vocab_size=min(n_tokens, most), **how)
     core.train_from_iterator(texts, trainer)
     if (found := core.get_vocab_size()) < n_tokens:
         rule = f"the text must have pairs for {n_tokens} tokens that occur twice"
@@ -200,31 +198,41 @@ def read_json(path: str | Path) -> dict:
     """The JSON object that a file holds."""
     try:
         return dict(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise ValueError(f"{path} must hold a JSON object") from None
-
-# %% ../chapters/09_data.ipynb #read_saved
-def read_saved(path: str | Path) -> dict:
-    """What makes the tokenizer that a tokenizer.json describes."""
-    found, wanted = read_json(path), json.loads(engine({}, []).to_str())
-    model, plain = found.get("model") or {}, wanted.pop("model")
-    ours = {key: plain.pop(key) for key in ("vocab", "merges")}
-    parts = wanted.keys() - {"version", "truncation", "padding", "added_tokens"}
-    odd = [part for part in sorted(parts) if found.get(part) != wanted[part]]
-    odd += [f"model.{key}" for key in plain if model.get(key) != plain[key]]
-    if odd or not ours.keys() <= model.keys():
-        rule = f"{path} must be byte-level BPE with GPT-2's pattern"
-        raise ValueError(f"{rule}, got another {(odd or ['model'])[0]}")
-    names = [token["content"] for token in found.get("added_tokens") or []]
-    return {"merges": model["merges"], "specials": names, "vocab": model["vocab"]}
 
 # %% ../chapters/09_data.ipynb #read_published
 def read_published(vocab: str | Path, merges: str | Path) -> dict:
     """What makes the tokenizer that GPT-2's two files describe."""
-    ids, lines = read_json(vocab), Path(merges).read_text(encoding="utf-8").split("\n")
-    pairs = [split_pair(x) for x in lines if x and not x.startswith("#version")]
+    ids, text = read_json(vocab), Path(merges).read_text(encoding="utf-8")
+    pairs = [split_pair(x) for x in text.split("\n") if x and x[:8] != "#version"]
+    check_ids(ids.values(), len(ids))
     names = ids.keys() - {*byte_symbols(), *map("".join, pairs)}
     return {"merges": pairs, "specials": sorted(names, key=ids.get), "vocab": ids}
+
+# %% ../chapters/09_data.ipynb #tokenizer_json
+def tokenizer_json(vocab: dict, merges: list, specials: Iterable[str]) -> str:
+    """A tokenizer as the library writes it."""
+    core = engine(vocab, merges)
+    core.add_special_tokens([*specials])
+    return core.to_str(pretty=True)
+
+# %% ../chapters/09_data.ipynb #read_saved
+def read_saved(path: str | Path, make: type):
+    """The tokenizer of a tokenizer.json, if that is what is written for it."""
+    found = read_json(path)
+    try:
+        model, names = found["model"], [t["content"] for t in found["added_tokens"]]
+        new = make(model["merges"], specials=names, vocab=dict(model["vocab"]))
+        wanted = json.loads(tokenizer_json(new.vocab, new.merges, new.specials))
+        wanted["model"]["merges"] = model["merges"]  # as lists, or as text
+        odd = [part for part in wanted if found.get(part) != wanted[part]]
+    except (AttributeError, KeyError, TypeError):
+        odd = ["form"]
+    if odd:
+        rule = f"{path} must be byte-level BPE with GPT-2's pattern"
+        raise ValueError(f"{rule}, got another {odd[0]}")
+    return new
 
 # %% ../chapters/09_data.ipynb #BytePairTokenizer
 class BytePairTokenizer(ByteTokenizer):
@@ -249,16 +257,13 @@ class BytePairTokenizer(ByteTokenizer):
 
     def __init__(self, merges: Iterable, *, specials=(END,), vocab: dict | None = None):
         self.merges, names = list(map(split_pair, merges)), check_specials(specials)
-        given = number_tokens(self.merges, names) if vocab is None else vocab
-        self.vocab = dict(given)
+        self.vocab = dict(number_tokens(self.merges, names) if vocab is None else vocab)
         check_vocab(self.vocab, self.merges, names)
         self.specials = {name: self.vocab[name] for name in names}
         values = {symbol: bytes([b]) for b, symbol in enumerate(byte_symbols())}
         values |= {name: name.encode() for name in names}
-        self.pieces = [
-            values.get(t) or b"".join(values[symbol] for symbol in t)
-            for t in sorted(self.vocab, key=self.vocab.get)
-        ]
+        tokens = sorted(self.vocab, key=self.vocab.get)
+        self.pieces = [values.get(t) or b"".join(map(values.get, t)) for t in tokens]
         self.core = engine(self.vocab, self.merges)
 
     def ordinary(self, text: str) -> list[int]:
@@ -311,13 +316,12 @@ class BytePairTokenizer(ByteTokenizer):
             ImportError: `tokenizers` is not installed.
             ValueError: The file is of another kind of tokenizer.
         """
-        return cls(**read_saved(path))
+        return read_saved(path, cls)
 
     def save(self, path: str | Path) -> None:
         """Write a tokenizer.json, which `tokenizers` and `transformers` read too."""
-        core = engine(self.vocab, self.merges)
-        core.add_special_tokens(list(self.specials))
-        Path(path).write_text(core.to_str(pretty=True), encoding="utf-8")
+        written = tokenizer_json(self.vocab, self.merges, self.specials)
+        Path(path).write_text(written, encoding="utf-8")
 
 # %% ../chapters/09_data.ipynb #chunks
 def chunks(file: TextIO, n_chars: int = 1 << 20) -> Iterator[str]:
@@ -348,13 +352,12 @@ def chunks(file: TextIO, n_chars: int = 1 << 20) -> Iterator[str]:
         yield rest
 
 # %% ../chapters/09_data.ipynb #with_ends
-def with_ends(documents: Iterable[Sequence[int]], end: int | None) -> Iterator:
-    """end, the first document, end, …, end; the documents alone where end is None."""
-    ends = [] if end is None else [[end]]
-    yield from ends
+def with_ends(documents: Iterable[Sequence[int]], end: int) -> Iterator:
+    """end, the first document, end, the second, …, end."""
+    yield [end]
     for ids in documents:
         yield ids
-        yield from ends
+        yield [end]
 
 # %% ../chapters/09_data.ipynb #pack
 def pack(documents: Iterable[Sequence[int]], end: int) -> Tensor:
@@ -368,9 +371,12 @@ def pack(documents: Iterable[Sequence[int]], end: int) -> Tensor:
 
     Returns:
         (N,) int64.
+
+    Raises:
+        ValueError: An id is not a number from 0.
     """
-    parts = with_ends(documents, end)
-    return torch.cat([torch.as_tensor(ids, dtype=torch.long) for ids in parts])
+    parts = [check_ids(ids, 1 << 63) for ids in with_ends(documents, end)]
+    return torch.tensor([i for ids in parts for i in ids])
 
 # %% ../chapters/09_data.ipynb #rows
 IGNORED = -100  # the label of what no one is asked to predict, as in torch
@@ -450,11 +456,11 @@ def check_reading(by) -> None:
     if found not in (torch.uint8, torch.uint16, torch.uint32, torch.int32, torch.int64):
         raise TypeError(f"stream must be a tensor of token ids, got {found}")
     if by.stream.dim() != 1 or len(by.stream) < 2:
-        found = f"shape {tuple(by.stream.shape)}"
-        raise ValueError(f"stream must be a row of at least 2 tokens, got {found}")
+        raise ValueError(f"stream must be (N,), N > 1, got {tuple(by.stream.shape)}")
     for name in ("n_tokens", "batch_size", "epochs", "world_size"):
-        if (value := getattr(by, name)) is not None and value < 1:
-            raise ValueError(f"{name} must be positive, got {value}")
+        value = getattr(by, name)
+        if (type(value) is not int or value < 1) and (name, value) != ("epochs", None):
+            raise ValueError(f"{name} must be a positive int, got {value!r}")
     if not 0 <= by.rank < by.world_size or by.batch_size % by.world_size:
         found = f"rank={by.rank}, world_size={by.world_size}, {by.batch_size} rows"
         rule = "rank must be below world_size, and world_size divide batch_size"
@@ -464,7 +470,7 @@ def check_reading(by) -> None:
 def read_state(state: dict, here: dict) -> int:
     """How many batches a state has read, if it is a state of the same reading."""
     for name in here.keys() - {"batch"}:
-        if state.get(name) != here[name]:
+        if repr(state.get(name)) != repr(here[name]):
             found = f"{name} {state.get(name)}, here {here[name]}"
             raise ValueError(f"resume must be of the same reading, got {found}")
     if type(batch := state.get("batch")) is not int or batch < 0:
@@ -512,19 +518,20 @@ class batches(Iterator):  # called like a function, as `range` is
         check_reading(self)
         self.n_rows, self.n_read = -(-(len(self.stream) - 1) // self.n_tokens), 0
         self.order = Order(self.n_rows, self.seed)
+        self.stop = float("inf") if self.epochs is None else self.epochs * self.n_rows
         if resume is not None:
             self.n_read = read_state(resume, self.state())
 
     def state(self) -> dict:
         """Where this reader stands: a small dictionary, fit for JSON."""
-        same = {k: getattr(self, k) for k in ("n_tokens", "batch_size", "seed")}
-        return {"batch": self.n_read, "length": len(self.stream)} | same
+        spread = str(self.stream[:: len(self.stream) // 1000 + 1].tolist())
+        digest = hashlib.sha256(spread.encode()).hexdigest()[:16]
+        here = {"batch": self.n_read, "length": len(self.stream), "digest": digest}
+        return here | {k: getattr(self, k) for k in ("n_tokens", "batch_size", "seed")}
 
     def __next__(self) -> tuple[Tensor, Tensor]:
         first = self.n_read * self.batch_size
-        stop = first + self.batch_size
-        if self.epochs is not None:
-            stop = min(stop, self.epochs * self.n_rows)
+        stop = min(first + self.batch_size, self.stop)
         if first >= stop:
             raise StopIteration
         self.n_read += 1
@@ -533,15 +540,20 @@ class batches(Iterator):  # called like a function, as `range` is
 
 # %% ../chapters/09_data.ipynb #token_header
 HEADER = 256  # bytes
-TYPES = {"U16": torch.uint16, "U32": torch.uint32}
 
 
-def token_header(n: int, kind: str, vocab_size: int) -> bytes:
+def token_width(vocab_size: int) -> int:
+    """How many bytes a token takes in a file."""
+    return 2 if vocab_size <= 1 << 16 else 4
+
+
+def token_header(n: int, vocab_size: int) -> bytes:
     """What a safetensors file with one tensor of n tokens begins with."""
-    place = {"dtype": kind, "shape": [n], "data_offsets": [0, n * TYPES[kind].itemsize]}
+    width = token_width(vocab_size)
+    place = {"dtype": f"U{8 * width}", "shape": [n], "data_offsets": [0, n * width]}
     table = {"__metadata__": {"vocab_size": str(vocab_size)}, "tokens": place}
     text = json.dumps(table).encode().ljust(HEADER - 8)
-    return struct.pack("<Q", len(text)) + text
+    return len(text).to_bytes(8, "little") + text
 
 # %% ../chapters/09_data.ipynb #write_tokens
 def write_tokens(
@@ -563,19 +575,20 @@ def write_tokens(
         N, the number of tokens in the file.
 
     Raises:
-        ValueError: An id is not in 0 … V - 1.
+        ValueError: V is not in 1 … 2³², or an id not in 0 … V - 1.
     """
-    path, kind = Path(path), "U16" if vocab_size <= 1 << 16 else "U32"
-    part, n = path.with_name(path.name + ".part"), 0
+    if type(vocab_size) is not int or not 0 < vocab_size <= 1 << 32:
+        raise ValueError(f"vocab_size must be in 1 … 2**32, got {vocab_size!r}")
+    path, width = Path(path), token_width(vocab_size)
+    part, code = path.with_name(path.name + ".part"), {2: "H", 4: "I"}[width]
     try:
         with open(part, "wb") as file:
             file.write(bytes(HEADER))  # what it says is known at the end
-            for ids in with_ends(documents, end):
-                numbers = check_ids(ids, vocab_size)
-                array({"U16": "H", "U32": "I"}[kind], numbers).tofile(file)
-                n += len(numbers)
+            for ids in documents if end is None else with_ends(documents, end):
+                array(code, check_ids(ids, vocab_size)).tofile(file)
+            n = (file.tell() - HEADER) // width
             file.seek(0)
-            file.write(token_header(n, kind, vocab_size))
+            file.write(token_header(n, vocab_size))
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
@@ -597,18 +610,16 @@ def read_tokens(path: str | Path, vocab_size: int | None = None) -> Tensor:
         ValueError: It is no such file, is cut short, or was made with another V.
     """
     with open(path, "rb") as file:
-        try:
-            (n_table,) = struct.unpack("<Q", file.read(8))
-            table = json.loads(file.read(min(n_table, 1 << 20)))
-            kind, (n,) = table["tokens"]["dtype"], table["tokens"]["shape"]
-            dtype, found = TYPES[kind], int(table["__metadata__"]["vocab_size"])
-        except (struct.error, ValueError, KeyError, TypeError):
-            raise ValueError(f"{path} must be a file that write_tokens made") from None
-        size, wanted = os.fstat(file.fileno()).st_size, 8 + n_table + n * dtype.itemsize
-        if size != wanted:
+        head = file.read(HEADER)
+        numbers = re.search(rb'"vocab_size": "(\d+)".*"shape": \[(\d+)\]', head)
+        found, n = map(int, numbers.groups()) if numbers else (0, 0)
+        if head != token_header(n, found):
+            raise ValueError(f"{path} must be a file that write_tokens made")
+        width, size = token_width(found), os.fstat(file.fileno()).st_size
+        if size != (wanted := HEADER + n * width):
             raise ValueError(f"{path} must have {wanted} bytes, got {size}")
         if vocab_size not in (None, found):
             raise ValueError(f"{path} was made with V = {found}, got {vocab_size=}")
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return whole[8 + n_table :].view(dtype)
+    return whole[HEADER:].view(torch.uint16 if width == 2 else torch.uint32)
