@@ -65,7 +65,7 @@ def walk(
     for rows in spans(max(-past, 0), n_queries, block_q):
         yield rows, spans(0, min(rows.stop + past, n_keys), block_k)
 
-# %% ../chapters/06_flash_attention.ipynb #product
+# %% ../chapters/06_flash_attention.ipynb #tile_scores
 def tile_scores(q: Tensor, k: Tensor, see: Tensor | None, diagonal: int) -> Tensor:
     """Scores of one tile, (…, G·t, s), −∞ where a query may not look.
 
