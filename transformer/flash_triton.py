@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['triton_attention']
 
-# %% ../chapters/06_triton_kernel.ipynb #fb7f0639
+# %% ../chapters/06_triton_kernel.ipynb #imports
 import math
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from .attention import check_inputs, fold
 
-# %% ../chapters/06_triton_kernel.ipynb #d13a4f12
+# %% ../chapters/06_triton_kernel.ipynb #try-import-triton-from-triton
 try:
     import triton
     from triton import constexpr_function, jit
@@ -28,7 +28,7 @@ except ImportError as error:  # no Triton here, or one before 3.4
     jit = constexpr_function = lambda function: function
     why_not = f"it needs Triton 3.4 or newer ({error})"
 
-# %% ../chapters/06_triton_kernel.ipynb #3b6142c6
+# %% ../chapters/06_triton_kernel.ipynb #tile_width
 @constexpr_function
 def tile_width(width):
     """A power of two that holds the width; a matrix unit takes no less than 16."""
@@ -66,7 +66,7 @@ def store_tile(
     places, exist = locate(x, batch, head, first, n_rows, BLOCK, WIDTH)
     tl.store(places, tile.to(x[0].dtype.element_ty), mask=exist)
 
-# %% ../chapters/06_triton_kernel.ipynb #fed8b677
+# %% ../chapters/06_triton_kernel.ipynb #hide
 @jit
 def hide(scores, pairs, batch, n_keys, mask, window, CAUSAL: constexpr):
     """−∞ where a query may not look; pairs are positions of queries and of keys."""
@@ -80,7 +80,7 @@ def hide(scores, pairs, batch, n_keys, mask, window, CAUSAL: constexpr):
         seen = seen & (keys > queries - window)
     return tl.where(seen, scores, float("-inf"))
 
-# %% ../chapters/06_triton_kernel.ipynb #eb0d9250
+# %% ../chapters/06_triton_kernel.ipynb #find_spans
 @jit
 def find_spans(first, n_rows, low, high, mask, BLOCK: constexpr, STEP: constexpr):
     """Where what a block sees begins, is seen by all of it, no longer is, and ends.
@@ -100,7 +100,7 @@ def find_spans(first, n_rows, low, high, mask, BLOCK: constexpr, STEP: constexpr
         outer = inner
     return begin, inner, outer, end
 
-# %% ../chapters/06_triton_kernel.ipynb #860dda63
+# %% ../chapters/06_triton_kernel.ipynb #walk
 @jit
 def walk(spans, EDGES: constexpr):
     """Where a walk over the inside begins and ends; with EDGES, over the rest."""
@@ -119,7 +119,7 @@ def jump(place, spans, EDGES: constexpr):
         place += tl.where(place < inner, 0, outer - inner)
     return place
 
-# %% ../chapters/06_triton_kernel.ipynb #1c7556ef
+# %% ../chapters/06_triton_kernel.ipynb #this_block
 @jit
 def this_block(n_rows, n_heads, BLOCK: constexpr):
     """Block, batch entry and head of this program; blocks vary fastest."""
@@ -127,7 +127,7 @@ def this_block(n_rows, n_heads, BLOCK: constexpr):
     matrix = tl.cast(program // n_blocks, tl.int64)
     return program % n_blocks, matrix // n_heads, matrix % n_heads
 
-# %% ../chapters/06_triton_kernel.ipynb #fe8fad4b
+# %% ../chapters/06_triton_kernel.ipynb #forward_kernel
 @jit
 def forward_kernel(
     q, k, v, out, lse, mask, window, sizes, scale,
@@ -171,7 +171,7 @@ def forward_kernel(
     lse += (batch * n_heads + head) * n_queries + rows
     tl.store(lse, highest + tl.log2(total), mask=rows < n_queries)
 
-# %% ../chapters/06_triton_kernel.ipynb #fe1008b1
+# %% ../chapters/06_triton_kernel.ipynb #query_gradient_kernel
 @jit
 def query_gradient_kernel(
     q, k, v, up, out, lse, mean, q_grad, mask, window, sizes, scale,
@@ -213,7 +213,7 @@ def query_gradient_kernel(
     gathered *= scale * 0.6931471805599453  # log 2, by which the scale was divided
     store_tile(q_grad, batch, head, first, n_queries, gathered, BLOCK_Q, D)
 
-# %% ../chapters/06_triton_kernel.ipynb #1ec8826b
+# %% ../chapters/06_triton_kernel.ipynb #key_gradient_kernel
 @jit
 def key_gradient_kernel(
     q, k, v, up, lse, mean, k_grad, v_grad, mask, window, sizes, scale,
@@ -258,7 +258,7 @@ def key_gradient_kernel(
     store_tile(k_grad, batch, shared, first, n_keys, k_sum, BLOCK_K, D)
     store_tile(v_grad, batch, shared, first, n_keys, v_sum, BLOCK_K, E)
 
-# %% ../chapters/06_triton_kernel.ipynb #ccba7d87
+# %% ../chapters/06_triton_kernel.ipynb #Tile
 class Tile(NamedTuple):
     """Queries and keys that a program holds, its warps, its loads in flight."""
 
@@ -267,7 +267,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
 
-
+# %% ../chapters/06_triton_kernel.ipynb #FORWARD-for-the-wider-of
 FORWARD = {  # for the wider of D and E: up to 64, up to 128, up to 256
     "9.0": ((128, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
     "8.0": ((128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 8, 2)),
@@ -278,7 +278,7 @@ QUERY_GRADIENT = {
     "9.0": ((128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 8, 2)),
     "8.0": ((128, 64, 8, 3), (64, 64, 8, 2), (64, 32, 8, 2)),
     "other": ((64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
-    "float32": ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    "float32": ((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 2)),
 }
 KEY_GRADIENT = {
     "9.0": ((64, 128, 8, 2), (32, 128, 8, 2), (32, 32, 8, 2)),
@@ -287,7 +287,7 @@ KEY_GRADIENT = {
     "float32": ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }
 
-# %% ../chapters/06_triton_kernel.ipynb #2b7b1d2f
+# %% ../chapters/06_triton_kernel.ipynb #choose_tile
 def choose_tile(
     name: str, capability: tuple[int, int], itemsize: int, width: int
 ) -> Tile:
@@ -299,9 +299,10 @@ def choose_tile(
     }
     target = {(8, 0): "8.0", (9, 0): "9.0"}.get(capability, "other")
     tiles = tables[name]["float32" if itemsize == 4 else target]
-    return Tile(*tiles[(width > 64) + (width > 128)])
+    tile = Tile(*tiles[(width > 64) + (width > 128)])
+    return tile if capability >= (8, 0) else tile._replace(stages=1)  # none in flight
 
-# %% ../chapters/06_triton_kernel.ipynb #89c13b57
+# %% ../chapters/06_triton_kernel.ipynb #strided
 def strided(x: Tensor) -> tuple:
     """A matrix for each batch entry and head, as kernels take it."""
     return (x, *x.stride()[:3])
@@ -327,7 +328,7 @@ def launch(kernel, q, k, v, *others, mask, causal, window) -> None:
         if n_programs:
             kernel[(n_programs,)](*given, **constants)
 
-# %% ../chapters/06_triton_kernel.ipynb #56409260
+# %% ../chapters/06_triton_kernel.ipynb #room_for
 def room_for(x: Tensor, width: int) -> Tensor:
     """An empty (N, H, T, width), laid out so that merging its heads is free."""
     return x.new_empty(x.size(0), x.size(2), x.size(1), width).transpose(1, 2)
@@ -360,7 +361,7 @@ class TritonAttention(torch.autograd.Function):
         launch(key_gradient_kernel, q, k, v, up, lse, mean, k_grad, v_grad, **how)
         return *grads, None, None, None
 
-# %% ../chapters/06_triton_kernel.ipynb #fe41760f
+# %% ../chapters/06_triton_kernel.ipynb #is_interpreted
 def is_interpreted() -> bool:
     """Whether TRITON_INTERPRET=1 was set when the kernels were made."""
     return why_not is None and not isinstance(forward_kernel, triton.JITFunction)
@@ -384,7 +385,7 @@ def check_kernel(q: Tensor, k: Tensor, v: Tensor) -> None:
         found = f"{q.size(-1)=}, {v.size(-1)=}"
         raise ValueError(f"D and E must lie between 1 and 256, got {found}")
 
-# %% ../chapters/06_triton_kernel.ipynb #e0fd9a83
+# %% ../chapters/06_triton_kernel.ipynb #key_mask
 def key_mask(mask: Tensor, lead: tuple[int, ...], n_keys: int) -> Tensor:
     """A padding mask as bytes, (N, S): the same keys for all heads and queries."""
     if any(size != 1 for size in mask.shape[-3:-1]):
@@ -394,7 +395,7 @@ def key_mask(mask: Tensor, lead: tuple[int, ...], n_keys: int) -> Tensor:
     mask = mask[(None,) * (3 - mask.dim())].expand(*lead, 1, 1, n_keys)
     return mask.reshape(math.prod(lead), n_keys).contiguous().view(torch.uint8)
 
-# %% ../chapters/06_triton_kernel.ipynb #39bb6ac7
+# %% ../chapters/06_triton_kernel.ipynb #triton_attention
 def triton_attention(
     q: Tensor,
     k: Tensor,
@@ -441,7 +442,7 @@ def triton_attention(
     heads = (out.size(1),) if max(q.dim(), k.dim()) > 2 else ()
     return out.reshape(*lead, *heads, *out.shape[-2:])
 
-# %% ../chapters/06_triton_kernel.ipynb #2e3e5e99
+# %% ../chapters/06_triton_kernel.ipynb #signature
 def signature(kernel, dtype: torch.dtype, window: bool, mask: bool) -> dict:
     """Types of a kernel's arguments as its compiler names them."""
     kinds = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
@@ -477,7 +478,7 @@ def compile_ahead(
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return triton.compile(source, target=target, options=options)
 
-# %% ../chapters/06_triton_kernel.ipynb #b95d95ed
+# %% ../chapters/06_triton_kernel.ipynb #resources_of
 def resources_of(compiled) -> dict[str, int]:
     """Registers of a thread; bytes of a thread's stack and of shared memory."""
     import re
