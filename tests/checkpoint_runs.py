@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -62,6 +63,7 @@ def run(folder: Path, n_steps: int, out: Path) -> None:
 def main() -> None:
     """Fork as asked."""
     torch.set_num_threads(1)
+    warnings.simplefilter("error", RuntimeWarning)  # no kill may damage a checkpoint
     unused = torch.ones(1, requires_grad=True)
     unused.grad = torch.zeros(1)
     torch.optim.AdamW([unused]).step()  # imports what each child would else import

@@ -263,6 +263,7 @@ def interrupted(seen, at, error=KeyboardInterrupt):
     return stack
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_full_disk_at_any_call_leaves_a_whole_one(tmp_path):
     write(tmp_path / "count", 1, keep=1)
     n = calls(lambda: write(tmp_path / "count", 2, keep=1))
@@ -282,6 +283,7 @@ def test_a_full_disk_at_any_call_leaves_a_whole_one(tmp_path):
         assert step_of(folder) == 3 and len([*folder.iterdir()]) == 2
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_an_interrupt_at_any_call_leaves_a_whole_one(tmp_path):
     for at in range(1, 9):
         folder = tmp_path / f"at {at}"
@@ -355,6 +357,7 @@ for step in range(20):
 """
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_two_writers_and_a_reader(tmp_path):
     folder = tmp_path / "shared"
     write(folder, 0)
@@ -418,3 +421,9 @@ def test_a_mapped_tensor_outlives_its_file_and_does_not_change_it(tmp_path):
 def test_the_json_can_be_read_by_anyone(tmp_path):
     text = write(tmp_path, 3).read_text(encoding="utf-8")
     assert json.loads(text)["step"] == 3 and text.count("\n") > 5
+
+
+def test_names_of_the_files_own_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="tensors is a name of the file's own"):
+        write_checkpoint(tmp_path / "new", {}, {"tensors": 1})
+    assert not (tmp_path / "new").exists()

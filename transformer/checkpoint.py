@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from transformer.storage import (
+from .storage import (
     Checkpoint,
     newest_checkpoint,
     read_checkpoint,

@@ -64,7 +64,9 @@ def write_tensors(file: BinaryIO, tensors: dict[str, Tensor]) -> dict:
 
 # %% ../chapters/09_storage.ipynb #check_plain
 def check_plain(state: dict) -> None:
-    """Refuse what JSON would not give back as it was."""
+    """Refuse what JSON would not give back as it was, and names that are taken."""
+    if taken := state.keys() & {"tensors", "format", "digest"}:
+        raise ValueError(f"{min(taken)} is a name of the file's own: choose another")
     for key, value in state.items():
         try:
             same = json.loads(json.dumps(value)) == value
@@ -194,7 +196,7 @@ def write_checkpoint(
     Raises:
         OSError: The disk is full, the folder may not be written to, or is none.
         TypeError: state does not fit JSON, or safetensors does not know a tensor.
-        ValueError: keep is not positive.
+        ValueError: keep is not positive, or a name in state is taken.
     """
     if keep < 1:
         raise ValueError(f"keep must be positive, got {keep=}")
