@@ -113,7 +113,9 @@ PAIRS = list(itertools.product(LENGTHS, LENGTHS))
 @pytest.mark.parametrize("n_queries", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_length_forward_and_backward(n_queries, dtype, blocks, conform):
-    for n_keys in LENGTHS:
+    half = dtype == torch.float16 and not GPU  # every second length is enough there
+    skip = LENGTHS.index(n_queries) % 2 if half else 0
+    for n_keys in LENGTHS[skip :: 1 + half]:
         case = PAIRS.index((n_queries, n_keys)) + (dtype == torch.float16)
         settings = HOW if GPU else [HOW[case % len(HOW)]]
         for causal, window, padded, n_shared in settings:
@@ -159,7 +161,7 @@ def test_nothing_behind_a_tensor_is_read_or_written(blocks):
 
 @pytest.mark.parametrize("layout", ["fused", "transposed", "expanded", "step"])
 def test_views_and_upstream_of_any_layout(layout, blocks):
-    blocks(Tile(16, 16, 4, 1))
+    blocks(Tile(32, 32, 4, 1))
     if layout == "fused":
         q, k, v = draw(2, 21, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind()
     elif layout == "transposed":
@@ -220,14 +222,14 @@ def test_no_key_at_all_is_seen(blocks):
 
 def test_leading_dimensions_as_in_chapter_1(blocks):
     blocks(Tile(16, 16, 4, 1))
-    shapes = [((5, 8), (7, 8)), ((2, 5, 8), (2, 7, 8)), ((2, 3, 4, 5, 8), (4, 7, 8))]
+    shapes = [((5, 8), (7, 8)), ((2, 5, 8), (2, 7, 8)), ((2, 2, 2, 5, 8), (2, 7, 8))]
     for q_shape, k_shape in shapes:
         q, k, v = draw(*q_shape), draw(*k_shape), draw(*k_shape)
         compare([q, k, v], draw(*q_shape), causal=True)
         assert triton_attention(q, k, v).shape == q.shape
     mask = torch.rand(2, 1, 1, 1, 7).to(DEVICE) < 0.7
-    inputs = [draw(2, 3, 4, 5, 8), draw(4, 7, 8), draw(4, 7, 8)]
-    compare(inputs, draw(2, 3, 4, 5, 8), mask=mask)
+    inputs = [draw(2, 2, 2, 5, 8), draw(2, 7, 8), draw(2, 7, 8)]
+    compare(inputs, draw(2, 2, 2, 5, 8), mask=mask)
 
 
 def test_group_reads_its_head_in_order_and_gets_the_sum_of_gradients(blocks):
