@@ -100,9 +100,9 @@ def find_spans(first, n_rows, low, high, mask, BLOCK: constexpr, STEP: constexpr
         outer = inner
     return begin, inner, outer, end
 
-# %% ../chapters/06_triton_kernel.ipynb #walk
+# %% ../chapters/06_triton_kernel.ipynb #walk_bounds
 @jit
-def walk(spans, EDGES: constexpr):
+def walk_bounds(spans, EDGES: constexpr):
     """Where a walk over the inside begins and ends; with EDGES, over the rest."""
     begin, inner, outer, end = spans
     low, high = inner, outer
@@ -148,7 +148,7 @@ def forward_kernel(
     high = ahead + 1 if CAUSAL else None
     spans = find_spans(first, n_keys, low, high, mask, BLOCK_Q, BLOCK_K)
     for edges in tl.static_range(2):
-        start, stop = walk(spans, edges)
+        start, stop = walk_bounds(spans, edges)
         for place in range(start, stop, BLOCK_K):
             at = jump(place, spans, edges)
             k_tile = load_tile(k, batch, shared, at, n_keys, BLOCK_K, D, not edges)
@@ -196,7 +196,7 @@ def query_gradient_kernel(
     high = ahead + 1 if CAUSAL else None
     spans = find_spans(first, n_keys, low, high, mask, BLOCK_Q, BLOCK_K)
     for edges in tl.static_range(2):
-        start, stop = walk(spans, edges)
+        start, stop = walk_bounds(spans, edges)
         for place in range(start, stop, BLOCK_K):
             at = jump(place, spans, edges)
             k_tile = load_tile(k, batch, shared, at, n_keys, BLOCK_K, D, not edges)
@@ -233,7 +233,7 @@ def key_gradient_kernel(
     high = window - ahead if window is not None else None
     spans = find_spans(first, n_queries, low, high, mask, BLOCK_K, BLOCK_Q)
     for edges in tl.static_range(2):
-        start, stop = walk(spans, edges)
+        start, stop = walk_bounds(spans, edges)
         n_steps = tl.cdiv(stop - start, BLOCK_Q)
         for step in range(0, n_readers * n_steps):
             head = shared * n_readers + step // n_steps
