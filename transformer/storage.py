@@ -26,7 +26,8 @@ from torch import Tensor
 WORDS = """F64 float64 F32 float32 F16 float16 BF16 bfloat16 F8_E4M3 float8_e4m3fn
 F8_E5M2 float8_e5m2 I64 int64 I32 int32 I16 int16 I8 int8 U64 uint64 U32 uint32
 U16 uint16 U8 uint8 BOOL bool""".split()
-DTYPES = {code: getattr(torch, name) for code, name in zip(WORDS[::2], WORDS[1::2])}
+PAIRS = zip(WORDS[::2], WORDS[1::2], strict=True)
+DTYPES = {code: getattr(torch, name) for code, name in PAIRS}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 # %% ../chapters/09_storage.ipynb #file_table
