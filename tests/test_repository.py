@@ -74,6 +74,7 @@ def count_twice(nb: dict) -> None:
 
 STREAM = {"output_type": "stream", "name": "stdout"}
 LONG = "\n".join(f"x{i} = {i}" for i in range(31))
+KERNEL = "@jit\ndef kernel(x):\n" + "\n".join(f"    x += {i}" for i in range(44))
 UNASSERTED = "verdict('D-1', 'holds', 'so', effect='exact')"
 UNSIZED = "assert double(2) == 4\nverdict('D-1', 'holds', 'so')"
 BROKEN = [
@@ -90,6 +91,7 @@ BROKEN = [
     ("execution_counts", count_twice, "not 1..n"),
     ("semicolons", set_source("double", "double(2);"), "ends with"),
     ("cell_sizes", set_source("double", LONG), "31 lines of code, at most 30"),
+    ("cell_sizes", set_source("double", KERNEL), "46 lines of code, at most 45"),
     ("cell_sizes", add(*(code(f"x = {i}", f"x{i}") for i in "12")), "third"),
     ("cell_sizes", set_source("double", ""), "an empty code cell"),
     ("ignored_outputs", set_source("check-timing", "double(3)"), "asserts nothing"),
