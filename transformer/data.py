@@ -437,13 +437,12 @@ class Order:
     """
 
     def __init__(self, n_rows: int, seed: int | None):
-        self.n_rows, self.seed, self.epoch = n_rows, seed, None
+        self.n_rows, self.seed = n_rows, seed
+        self.epoch, self.rows = None, range(n_rows)
 
     def __getitem__(self, n: int) -> int:
         epoch, place = divmod(n, self.n_rows)
-        if self.seed is None:
-            return place
-        if epoch != self.epoch:
+        if self.seed is not None and epoch != self.epoch:
             digest = hashlib.sha256(f"{self.seed} {epoch}".encode()).digest()
             draw = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
             self.epoch, self.rows = epoch, torch.randperm(self.n_rows, generator=draw)
@@ -466,8 +465,8 @@ def check_reading(by) -> None:
         rule = "rank must be below world_size, and world_size divide batch_size"
         raise ValueError(f"{rule}, got {found}")
 
-# %% ../chapters/09_data.ipynb #read_state
-def read_state(state: dict, here: dict) -> int:
+# %% ../chapters/09_data.ipynb #batches_read
+def batches_read(state: dict, here: dict) -> int:
     """How many batches a state has read, if it is a state of the same reading."""
     for name in here.keys() - {"batch"}:
         if repr(state.get(name)) != repr(here[name]):
@@ -520,12 +519,12 @@ class batches(Iterator):  # called like a function, as `range` is
         self.order = Order(self.n_rows, self.seed)
         self.stop = float("inf") if self.epochs is None else self.epochs * self.n_rows
         if resume is not None:
-            self.n_read = read_state(resume, self.state())
+            self.n_read = batches_read(resume, self.state())
 
     def state(self) -> dict:
         """Where this reader stands: a small dictionary, fit for JSON."""
-        spread = str(self.stream[:: len(self.stream) // 1000 + 1].tolist())
-        digest = hashlib.sha256(spread.encode()).hexdigest()[:16]
+        few = self.stream[:: len(self.stream) // 1000 + 1].tolist()
+        digest = hashlib.sha256(str(few).encode()).hexdigest()[:16]
         here = {"batch": self.n_read, "length": len(self.stream), "digest": digest}
         return here | {k: getattr(self, k) for k in ("n_tokens", "batch_size", "seed")}
 
@@ -579,13 +578,12 @@ def write_tokens(
     """
     if type(vocab_size) is not int or not 0 < vocab_size <= 1 << 32:
         raise ValueError(f"vocab_size must be in 1 … 2**32, got {vocab_size!r}")
-    path, width = Path(path), token_width(vocab_size)
-    part, code = path.with_name(path.name + ".part"), {2: "H", 4: "I"}[width]
+    part, width = Path(f"{path}.part"), token_width(vocab_size)
     try:
         with open(part, "wb") as file:
             file.write(bytes(HEADER))  # what it says is known at the end
             for ids in documents if end is None else with_ends(documents, end):
-                array(code, check_ids(ids, vocab_size)).tofile(file)
+                array({2: "H", 4: "I"}[width], check_ids(ids, vocab_size)).tofile(file)
             n = (file.tell() - HEADER) // width
             file.seek(0)
             file.write(token_header(n, vocab_size))
