@@ -1,6 +1,7 @@
 """A run goes on as if it had not stopped; what does not fit changes nothing."""
 
 import copy
+import re
 import subprocess
 import sys
 
@@ -447,6 +448,22 @@ def test_what_is_no_checkpoint_changes_nothing(tmp_path):
     for content in (whole[:-1], whole[:-1] + b"x", b"PK" + whole[2:], b""):
         path.write_bytes(content)
         refused(tmp_path, "no whole checkpoint in .*000001.safetensors", plain(1))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    path = save_checkpoint(tmp_path, plain(), step=1)
+    for gone in (path.with_name("checkpoint-000002.json"), tmp_path / "x" / "a.json"):
+        refused(gone, f"No such file .*{gone.name}", plain(1), error=FileNotFoundError)
+    path.rename(tmp_path / "file")
+    refused(tmp_path / "file", "a checkpoint must be a .json file", plain(1))
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.5, "3", None, torch.tensor(3)])
+def test_a_step_is_a_count(tmp_path, step):
+    line = re.escape(f"step must be 0 or a positive int, got {step!r}")
+    with pytest.raises(ValueError, match=line):
+        save_checkpoint(tmp_path, plain(), step=step)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_another_program_wrote_is_refused(tmp_path):

@@ -20,6 +20,7 @@ class Runs:
     def __init__(self, folder: Path):
         program = Path(__file__).with_name("checkpoint_runs.py")
         self.out = folder / "last weights.safetensors"
+        self.child = None
         self.process = subprocess.Popen(
             [sys.executable, str(program)],
             stdin=subprocess.PIPE,
@@ -33,14 +34,18 @@ class Runs:
         """Begin to train; give the number of the process."""
         self.process.stdin.write(f"{folder}\t{n_steps}\t{self.out}\n")
         self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+        self.child = int(self.process.stdout.readline())
+        return self.child
 
     def status(self) -> int:
         """How the run has ended."""
-        return int(self.process.stdout.readline())
+        status, self.child = int(self.process.stdout.readline()), None
+        return status
 
     def close(self) -> None:
-        """End the process that forks."""
+        """End the process that forks, and the run if a test has failed meanwhile."""
+        if self.child:
+            os.kill(self.child, signal.SIGKILL)
         self.process.stdin.close()
         self.process.wait()
         self.process.stdout.close()
@@ -80,10 +85,11 @@ def test_twenty_kills_change_no_bit(runs, tmp_path):
     draw, folder = random.Random(0), tmp_path / "killed, 注意 ü"
     folder.mkdir()
     in_a_write, numbers = 0, []
-    for kill in range(KILLS):
+    while len(numbers) < KILLS or in_a_write < KILLS // 2:
+        assert len(numbers) < 5 * KILLS, f"only {in_a_write} kills fell into a write"
         child = runs.start(folder, 10_000)
         first = newest(folder)
-        if kill % 2:  # at any moment after the first checkpoint of this process
+        if len(numbers) % 2:  # at any moment after the first checkpoint of this process
             wait_for(lambda first=first: newest(folder) > first)
             time.sleep(draw.random() * 0.1)
         else:  # aimed at a write
@@ -93,7 +99,6 @@ def test_twenty_kills_change_no_bit(runs, tmp_path):
         assert runs.status() == -signal.SIGKILL
         in_a_write += bool(parts(folder))
         numbers.append(newest(folder))
-    assert in_a_write >= KILLS // 4
     assert numbers == sorted({*numbers})  # each process came further than the last
     n_steps = 2 * numbers[-1] + 10
 
@@ -106,4 +111,4 @@ def test_twenty_kills_change_no_bit(runs, tmp_path):
     calm = load_file(runs.out)
     assert killed.keys() == calm.keys() and len(calm) == 3
     assert all(killed[name].equal(calm[name]) for name in calm)
-    print(f"{in_a_write} of {KILLS} kills fell into a write; {n_steps} steps")
+    print(f"{in_a_write} of {len(numbers)} kills fell into a write; {n_steps} steps")

@@ -2,9 +2,12 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
+import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -16,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from transformer.storage import (
+    digest,
     newest_checkpoint,
     read_checkpoint,
     write_checkpoint,
@@ -104,7 +108,11 @@ def test_state_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "odd", [(1, 2), {1: 2}, Path("a"), float("nan"), torch.ones(1), {"a": {"b": {3}}}]
+    "odd",
+    [
+        *((1, 2), {1: 2}, Path("a"), torch.ones(1), {"a": {"b": {3}}}),
+        *(float("nan"), float("inf"), [-float("inf")]),
+    ],
 )
 def test_state_that_json_would_change_is_refused(tmp_path, odd):
     with pytest.raises(TypeError, match="what must be what JSON gives back"):
@@ -140,7 +148,10 @@ def test_every_changed_byte_is_noticed(tmp_path, suffix):
             read_checkpoint(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"null", b"\x80\x04}q", b'"a"'])
+FOREIGN = [b"", b"[]", b"{}", b"null", b"\x80\x04}q", b'"a"', b"[" * 100_000]
+
+
+@pytest.mark.parametrize("content", FOREIGN, ids=range(len(FOREIGN)))
 def test_foreign_json_is_refused(tmp_path, content):
     path = write(tmp_path, 1)
     path.write_bytes(content)
@@ -209,9 +220,11 @@ def test_as_many_are_kept_as_asked_for(tmp_path, keep):
         assert names[::2] == names[1::2]
 
 
-def test_keep_must_be_positive(tmp_path):
-    with pytest.raises(ValueError, match="keep must be positive, got keep=0"):
-        write(tmp_path, 1, keep=0)
+@pytest.mark.parametrize("keep", [0, -1, 1.5, True, "2", None])
+def test_keep_must_be_positive(tmp_path, keep):
+    line = re.escape(f"keep must be a positive int, got {keep!r}")
+    with pytest.raises(ValueError, match=line):
+        write(tmp_path, 1, keep=keep)
 
 
 def test_a_damaged_one_does_not_count_as_kept(tmp_path):
@@ -421,6 +434,72 @@ def test_a_mapped_tensor_outlives_its_file_and_does_not_change_it(tmp_path):
 def test_the_json_can_be_read_by_anyone(tmp_path):
     text = write(tmp_path, 3).read_text(encoding="utf-8")
     assert json.loads(text)["step"] == 3 and text.count("\n") > 5
+
+
+def seal(path, **changes):
+    """Change the JSON of a checkpoint, and let its digest fit."""
+    state = json.loads(path.read_bytes()) | changes
+    del state["digest"]
+    path.write_text(json.dumps(state | {"digest": digest(state)}), encoding="utf-8")
+
+
+@pytest.mark.parametrize("odd", [None, [], {}, {"bytes": "9", "sha256": "a"}, 3])
+def test_json_of_another_writer_is_refused(tmp_path, odd):
+    path = write(tmp_path, 1)
+    seal(path, tensors=odd)
+    with pytest.raises(ValueError, match=r"json does not tell the size and digest of"):
+        read_checkpoint(path)
+    write(tmp_path, 2)  # no obstacle to the next
+
+
+def table(text):
+    """What a safetensors file with this table begins with."""
+    return struct.pack("<Q", len(text)) + text
+
+
+PLACE = '{"a": {"dtype": "%s", "shape": [%d], "data_offsets": [0, 4]}}'
+TABLES = {
+    "nothing": b"",
+    "short": b"abc",
+    "no table": struct.pack("<Q", 1 << 60),
+    "huge": struct.pack("<Q", (1 << 64) - 1) + b"[1]",
+    "not JSON": table(b"abcd"),
+    "not a table": table(b"[1]"),
+    "metadata": table(b'{"__metadata__": {"a": "b"}}'),
+    "a dtype": table((PLACE % ("F4", 1)).encode()) + bytes(4),
+    "a shape": table((PLACE % ("F32", 2)).encode()) + bytes(4),
+    "cut": table((PLACE % ("F32", 1)).encode()),
+}
+
+
+@pytest.mark.parametrize("content", TABLES.values(), ids=TABLES)
+def test_tensors_of_another_writer_are_refused(tmp_path, content):
+    path = write(tmp_path, 1)
+    other(path).write_bytes(content)
+    sha256 = hashlib.sha256(content).hexdigest()
+    seal(path, tensors={"bytes": len(content), "sha256": sha256})
+    with pytest.raises(ValueError, match="safetensors is not the tensors' file of a"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize("odd", [1, "__metadata__"])
+def test_names_that_safetensors_does_not_have_are_refused(tmp_path, odd):
+    with pytest.raises(ValueError, match=f"name of its own, got {odd!r}"):
+        write_checkpoint(tmp_path, {odd: torch.ones(1)}, {})
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_state_has_names_of_text(tmp_path):
+    with pytest.raises(TypeError, match="1 must be what JSON gives back"):
+        write_checkpoint(tmp_path / "new", {}, {1: 2})
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_negated_view_comes_back(tmp_path):
+    tensor = torch.tensor([1 + 2j]).conj().imag  # torch notes the sign and no more
+    assert tensor.is_neg()
+    found = read_checkpoint(write_checkpoint(tmp_path, {"a": tensor}, {}))
+    assert found.tensors["a"].tolist() == [-2]
 
 
 def test_names_of_the_files_own_are_refused(tmp_path):

@@ -132,8 +132,11 @@ def save_checkpoint(
     Raises:
         OSError: The disk is full, the folder may not be written to, or is none.
         TypeError: data, schedule or config do not fit JSON.
-        ValueError: The model is on meta, or the optimizer is another model's.
+        ValueError: step is no count, the model is on meta, or the optimizer is another
+            model's.
     """
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step must be 0 or a positive int, got {step!r}")
     tensors, tied = named_tensors(model)
     tensors = {f"model/{name}": tensor for name, tensor in tensors.items()}
     state = {"step": step, "data": data, "schedule": schedule, "config": config}
@@ -261,8 +264,9 @@ def load_checkpoint(
     Warns:
         RuntimeWarning: The newest is damaged, and an older one is loaded.
     """
-    read = read_checkpoint if Path(path).is_file() else newest_checkpoint
-    found = read(path)
+    path = Path(path)
+    one = path.is_file() or (path.suffix == ".json" and not path.is_dir())
+    found = (read_checkpoint if one else newest_checkpoint)(path)
     stored, state = found.tensors, found.state
     here, tied = named_tensors(model)
     parts = {n[6:]: tensor for n, tensor in stored.items() if n[:6] == "model/"}

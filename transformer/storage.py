@@ -35,6 +35,8 @@ def file_table(tensors: dict[str, Tensor]) -> bytes:
     """What a safetensors file with these tensors, in this order, begins with."""
     table, end = {}, 0
     for name, tensor in tensors.items():
+        if not isinstance(name, str) or name == "__metadata__":
+            raise ValueError(f"a tensor must have a name of its own, got {name!r}")
         if tensor.dtype not in CODES or tensor.layout != torch.strided:
             found = f"{name} of {tensor.dtype}, {tensor.layout}"
             raise TypeError(f"safetensors must know the kind of tensor, got {found}")
@@ -57,8 +59,8 @@ def write_tensors(file: BinaryIO, tensors: dict[str, Tensor]) -> dict:
     text, total = file_table(dict(by_size)), hashlib.sha256()
     for part in (text, *(tensor for _, tensor in by_size)):
         if isinstance(part, Tensor):
-            tensor = part.detach().cpu().contiguous()  # kept alive while it is read
-            part = raw_bytes(tensor)
+            tensor = part.detach().cpu().resolve_neg().contiguous()
+            part = raw_bytes(tensor)  # which does not keep the tensor alive
         total.update(part)
         file.write(part)
     return {"bytes": file.tell(), "sha256": total.hexdigest()}
@@ -70,11 +72,12 @@ def check_plain(state: dict) -> None:
         raise ValueError(f"{min(taken)} is a name of the file's own: choose another")
     for key, value in state.items():
         try:
-            same = json.loads(json.dumps(value)) == value
+            same = json.loads(json.dumps(value, allow_nan=False)) == value
         except (TypeError, ValueError):
             same = False
-        if not same:
-            rule = f"{key} must be what JSON gives back (lists, keys of text, no NaN)"
+        if not (same and isinstance(key, str)):
+            kinds = "lists, keys of text, finite numbers"
+            rule = f"{key} must be what JSON gives back ({kinds})"
             raise TypeError(f"{rule}, got {value!r:.80}")
 
 # %% ../chapters/09_storage.ipynb #digest
@@ -159,14 +162,17 @@ def read_state(path: Path) -> dict:
     try:
         state = json.loads(path.read_bytes())
         found = state.pop("digest")
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise ValueError(f"{path.name} is not the JSON of a checkpoint") from None
     if found != digest(state):
         raise ValueError(f"{path.name} is not as it was written (its digest differs)")
     if state.get("format") != FORMAT:
         found = f"got {state.get('format')!r}"
         raise ValueError(f"{path.name} must have the format {FORMAT!r}, {found}")
-    return state
+    match state.get("tensors"):
+        case {"bytes": int(), "sha256": str()}:
+            return state
+    raise ValueError(f"{path.name} does not tell the size and digest of its tensors")
 
 
 def looks_whole(path: Path) -> bool:
@@ -197,10 +203,10 @@ def write_checkpoint(
     Raises:
         OSError: The disk is full, the folder may not be written to, or is none.
         TypeError: state does not fit JSON, or safetensors does not know a tensor.
-        ValueError: keep is not positive, or a name in state is taken.
+        ValueError: keep is not a positive int, or a name is taken.
     """
-    if keep < 1:
-        raise ValueError(f"keep must be positive, got {keep=}")
+    if type(keep) is not int or keep < 1:
+        raise ValueError(f"keep must be a positive int, got {keep!r}")
     check_plain(state)
     folder, newest = Path(folder), "none"
     try:
@@ -246,6 +252,9 @@ class Checkpoint(NamedTuple):
             self.memory.madvise(mmap.MADV_DONTNEED)
 
 # %% ../chapters/09_storage.ipynb #views
+FOREIGN = ValueError, LookupError, TypeError, AttributeError, RuntimeError, struct.error
+
+
 def views(memory: mmap.mmap) -> dict[str, Tensor]:
     """The tensors of a safetensors file, where they stand in memory."""
     whole = torch.frombuffer(memory, dtype=torch.uint8)
@@ -282,8 +291,12 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
             rule = "is not as it was written (its digest differs)"
             raise ValueError(f"{beside.name} {rule}")
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return Checkpoint(path, state, views(memory), memory)
+        try:
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            return Checkpoint(path, state, views(memory), memory)
+        except FOREIGN:
+            rule = "is not the tensors' file of a checkpoint"
+            raise ValueError(f"{beside.name} {rule}") from None
 
 # %% ../chapters/09_storage.ipynb #newest_checkpoint
 def newest_checkpoint(folder: str | Path) -> Checkpoint:
