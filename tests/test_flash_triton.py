@@ -31,7 +31,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-# What takes Triton away: nothing of it, a version before 3.4, and no GPU.
+# What takes Triton away: nothing of it, a version before 3.5, and no GPU.
 HIDDEN = 'sys.modules["triton"] = None'
 OLD = """
 import types
@@ -60,7 +60,7 @@ def said(before: str) -> str:
 @pytest.mark.parametrize("before", [HIDDEN, OLD], ids=["hidden", "old"])
 def test_package_works_without_triton_and_says_why_the_kernel_does_not(before):
     words = said(before)
-    assert words.startswith("triton_attention cannot run: it needs Triton 3.4 or newer")
+    assert words.startswith("triton_attention cannot run: it needs Triton 3.5 or newer")
     assert words.count("\n") == 1
 
 

@@ -253,6 +253,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'transformer/flash_triton.py'),
                                           'transformer.flash_triton.key_mask': ( 'triton_kernel.html#key_mask',
                                                                                  'transformer/flash_triton.py'),
+                                          'transformer.flash_triton.key_window': ( 'triton_kernel.html#key_window',
+                                                                                   'transformer/flash_triton.py'),
                                           'transformer.flash_triton.launch': ('triton_kernel.html#launch', 'transformer/flash_triton.py'),
                                           'transformer.flash_triton.load_tile': ( 'triton_kernel.html#load_tile',
                                                                                   'transformer/flash_triton.py'),

@@ -23,10 +23,10 @@ try:
     from triton.language import constexpr
 
     why_not = None
-except ImportError as error:  # no Triton here, or one before 3.4
+except ImportError as error:  # no Triton here, or one before 3.5
     triton, tl, constexpr = None, None, "constexpr"
     jit = constexpr_function = lambda function: function
-    why_not = f"it needs Triton 3.4 or newer ({error})"
+    why_not = f"it needs Triton 3.5 or newer ({error})"
 
 # %% ../chapters/06_triton_kernel.ipynb #tile_width
 @constexpr_function
@@ -367,13 +367,17 @@ def is_interpreted() -> bool:
     return why_not is None and not isinstance(forward_kernel, triton.JITFunction)
 
 
-def check_kernel(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
     """Say why the kernel cannot run, or would compute something else."""
     if why_not is not None:
         raise RuntimeError(f"triton_attention cannot run: {why_not}")
     if not (q.is_cuda or is_interpreted()):
         found = f"{q.device=}; on a CPU only with TRITON_INTERPRET=1 before the import"
         raise RuntimeError(f"triton_attention needs a GPU, got {found}")
+    if any(x is not None and x.device != q.device for x in (k, v, mask)):
+        found = f"{q.device=}, {k.device=}, {v.device=}"
+        found += "" if mask is None else f", {mask.device=}"
+        raise ValueError(f"q, k, v and mask must be on one device, got {found}")
     known = (torch.float16, torch.bfloat16, torch.float32)
     if q.dtype not in known or not q.dtype == k.dtype == v.dtype:
         found = f"{q.dtype=}, {k.dtype=}, {v.dtype=}"
@@ -394,6 +398,17 @@ def key_mask(mask: Tensor, lead: tuple[int, ...], n_keys: int) -> Tensor:
         raise ValueError(f"{rule}, got {found}")
     mask = mask[(None,) * (3 - mask.dim())].expand(*lead, 1, 1, n_keys)
     return mask.reshape(math.prod(lead), n_keys).contiguous().view(torch.uint8)
+
+
+def key_window(window: int | None, n_keys: int) -> int | None:
+    """A window narrower than the keys, or None: sums with a huge one overflow."""
+    if window is None:
+        return None
+    if isinstance(window, bool) or not isinstance(window, int):
+        raise TypeError(f"window must be a whole number, got {window=}")
+    if window < 1:
+        raise ValueError(f"window must be at least 1, got {window=}")
+    return window if window < n_keys else None
 
 # %% ../chapters/06_triton_kernel.ipynb #triton_attention
 def triton_attention(
@@ -424,21 +439,21 @@ def triton_attention(
 
     Raises:
         RuntimeError: Triton is missing, or q is not on a GPU.
-        TypeError: The mask is not bool, or a dtype is not one of the three.
-        ValueError: Shapes do not fit, the mask is no padding mask, the window is
-            not positive, or a head is wider than 256.
+        TypeError: The mask is not bool, a dtype is not one of the three, or the
+            window is no whole number.
+        ValueError: Shapes do not fit, devices differ, the mask is no padding mask,
+            the window is not positive, or a head is wider than 256.
 
     Source: Dao 2023, algorithms 1 and 2; the order of loops in the backward pass is
     ours: no sum depends on which program is first.
     """
     check_inputs(q, k, v, mask)
-    check_kernel(q, k, v)
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window=}")
+    check_kernel(q, k, v, mask)
+    causal, window = causal or window is not None, key_window(window, k.size(-2))
     lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3])
     real = None if mask is None else key_mask(mask, lead, k.size(-2))
     folded = [fold(x, lead) for x in (q, k, v)]
-    out = TritonAttention.apply(*folded, real, causal or window is not None, window)
+    out = TritonAttention.apply(*folded, real, causal, window)
     heads = (out.size(1),) if max(q.dim(), k.dim()) > 2 else ()
     return out.reshape(*lead, *heads, *out.shape[-2:])
 
