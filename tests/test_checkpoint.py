@@ -467,8 +467,16 @@ def test_a_step_is_a_count(tmp_path, step):
 
 
 def test_what_another_program_wrote_is_refused(tmp_path):
-    write_checkpoint(tmp_path, {"model/0.weight": torch.ones(4, 3)}, {})
-    refused(tmp_path, r"got missing: 0.bias, 1.weight, 1.bias$", plain())
+    model = plain(1)
+    tensors = {f"model/{name}": t for name, t in plain().state_dict().items()}
+    strange = {"tied": []}, {"tied": None}, {"optimizer": "adam"}, {"optimizer": {}}
+    for state in ({}, *({"tied": {}, "optimizer": None} | odd for odd in strange)):
+        write_checkpoint(tmp_path, tensors, state)
+        line = "json was not written by save_checkpoint$"
+        refused(tmp_path, line, model, adam(model))
+    state = {"tied": {}, "optimizer": None}
+    write_checkpoint(tmp_path, {"model/0.weight": torch.ones(4, 3)}, state)
+    refused(tmp_path, r"got missing: 0.bias, 1.weight, 1.bias$", model)
 
 
 def test_data_that_json_would_change_is_refused(tmp_path):

@@ -180,6 +180,14 @@ def check_same(what: str, stored: dict[str, str], here: dict[str, str]) -> None:
         raise ValueError(f"the checkpoint must be of the {what} here, got {faults}")
 
 # %% ../chapters/09_checkpoints.ipynb #model_facts
+def check_origin(found: Checkpoint) -> None:
+    """Refuse a state that another function wrote."""
+    match found.state:
+        case {"tied": dict(), "optimizer": None | {"kind": str(), "groups": [*_]}}:
+            return
+    raise ValueError(f"{found.path.name} was not written by save_checkpoint")
+
+
 def model_facts(tensors: dict[str, Tensor], tied: dict[str, str]) -> dict[str, str]:
     """What must be the same of two models, in words."""
     facts = {name: f"{tuple(t.shape)} of {t.dtype}" for name, t in tensors.items()}
@@ -268,13 +276,12 @@ def load_checkpoint(
     one = path.is_file() or (path.suffix == ".json" and not path.is_dir())
     found = (read_checkpoint if one else newest_checkpoint)(path)
     stored, state = found.tensors, found.state
+    check_origin(found)
     here, tied = named_tensors(model)
     parts = {n[6:]: tensor for n, tensor in stored.items() if n[:6] == "model/"}
-    check_same(
-        "model", model_facts(parts, state.get("tied", {})), model_facts(here, tied)
-    )
+    check_same("model", model_facts(parts, state["tied"]), model_facts(here, tied))
     if optimizer is not None:
-        saved_by, mine = state.get("optimizer"), describe(optimizer, model)[1]
+        saved_by, mine = state["optimizer"], describe(optimizer, model)[1]
         check_same("optimizer", optimizer_facts(saved_by), optimizer_facts(mine))
         remembered = recalled(optimizer, here, found)
     if rng and rank() == 0:
