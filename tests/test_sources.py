@@ -11,13 +11,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 
 from transformer import sources
-from transformer.sources import CARRIERS, sentence_pairs, text, weights_path
+from transformer.sources import CARRIERS, images, sentence_pairs, text, weights_path
 
 ROOT = Path(__file__).resolve().parents[1]
-READ = {"weights": weights_path, "text": text, "pairs": sentence_pairs}
+READ = {
+    "weights": weights_path,
+    "text": text,
+    "pairs": sentence_pairs,
+    "images": images,
+}
 
 
 def read(name):
@@ -81,6 +87,12 @@ def test_vocabulary_has_a_line_for_each_row_of_the_embedding():
     lines = weights_path("minilm-vocab").read_text(encoding="utf-8").splitlines()
     assert len(lines) == len(set(lines)) == 30_522
     assert lines[101:104] == ["[CLS]", "[SEP]", "[MASK]"]
+
+
+def test_images_are_those_that_scikit_learn_reads():
+    pixels, digits = images()
+    raw = numpy.loadtxt(sources._checked("digits", "images")[0], delimiter=",")
+    assert (numpy.array(pixels) == raw[:, :-1]).all() and digits == raw[:, -1].tolist()
 
 
 def test_text_is_all_plays_in_the_order_of_their_paths():

@@ -431,6 +431,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'transformer.sources._find': ('sources.html#_find', 'transformer/sources.py'),
                                      'transformer.sources._interface_pairs': ('sources.html#_interface_pairs', 'transformer/sources.py'),
                                      'transformer.sources._sha256': ('sources.html#_sha256', 'transformer/sources.py'),
+                                     'transformer.sources.images': ('sources.html#images', 'transformer/sources.py'),
                                      'transformer.sources.sentence_pairs': ('sources.html#sentence_pairs', 'transformer/sources.py'),
                                      'transformer.sources.text': ('sources.html#text', 'transformer/sources.py'),
                                      'transformer.sources.weights_path': ('sources.html#weights_path', 'transformer/sources.py')},
