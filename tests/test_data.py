@@ -447,6 +447,9 @@ def test_files_that_are_no_vocabulary_are_refused(tmp_path):
     path.write_text('{"a": "x"}', encoding="utf-8")
     with refuses(ValueError, "^ids must be in 0 … 0, got 'x'$"):
         read(path, merges)
+    (binary := tmp_path / "m.txt").write_bytes(b"a b\n\xff\xfe\n")
+    with refuses(ValueError, f"^{re.escape(str(binary))} must hold text in UTF-8$"):
+        read(vocab, binary)
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "none", merges)
 

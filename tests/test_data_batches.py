@@ -616,6 +616,21 @@ def test_state_without_a_count_is_refused(batch):
         batches(torch.arange(9), 4, 2, resume={})
 
 
+@pytest.mark.parametrize("state", [[], "batch", 3, ("batch", 3)])
+def test_state_that_is_no_dictionary_is_refused(state):
+    found = re.escape(repr(state))
+    words = f"^resume must be a dict, as state.. gives it, got {found}$"
+    with refuses(TypeError, words):
+        batches(torch.arange(9), 4, 2, resume=state)
+
+
+@pytest.mark.parametrize("place", [-1, 2, 1.0, True])
+def test_row_that_is_not_there_is_refused(place):
+    assert rows(torch.arange(9), 4, [0, 1])[0].shape == (2, 4)
+    with refuses(ValueError, f"^places must be in 0 … 1, got {place}$"):
+        rows(torch.arange(9), 4, [0, place])
+
+
 def test_bytes_of_a_text_can_be_read_as_they_are():
     stream = torch.frombuffer(bytearray(b"to be or not"), dtype=torch.uint8)
     tokens, labels = next(batches(stream, 11, 1, None))

@@ -33,8 +33,7 @@ def check_text(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         found = f"U+{ord(text[error.start]):04X} at position {error.start}"
-        rule = "text must have no lone surrogates"
-        raise ValueError(f"{rule}, got {found}") from None
+        raise ValueError(f"text must have no lone surrogates, got {found}") from None
     return text
 
 # %% ../chapters/09_data.ipynb #check_specials
@@ -46,11 +45,11 @@ def check_specials(names: Iterable[str]) -> list[str]:
     return names
 
 # %% ../chapters/09_data.ipynb #check_ids
-def check_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
+def check_ids(ids: Iterable[int], vocab_size: int, name: str = "ids") -> list[int]:
     """The ids as a list, if each is one of the vocabulary."""
     ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
     if wrong := [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]:
-        raise ValueError(f"ids must be in 0 … {vocab_size - 1}, got {wrong[0]!r}")
+        raise ValueError(f"{name} must be in 0 … {vocab_size - 1}, got {wrong[0]!r}")
     return ids
 
 # %% ../chapters/09_data.ipynb #ByteTokenizer
@@ -135,10 +134,8 @@ def byte_symbols() -> list[str]:
 # %% ../chapters/09_data.ipynb #number_tokens
 def number_tokens(merges: Iterable[tuple[str, str]], specials: list[str]) -> dict:
     """Ids as in GPT-2: the bytes that print, other bytes, what is merged, specials."""
-    vocab: dict[str, int] = {}
-    for token in (*sorted(byte_symbols()), *map("".join, merges), *specials):
-        vocab.setdefault(token, len(vocab))
-    return vocab
+    tokens = (*sorted(byte_symbols()), *map("".join, merges), *specials)
+    return {token: i for i, token in enumerate(dict.fromkeys(tokens))}
 
 # %% ../chapters/09_data.ipynb #check_vocab
 def check_vocab(vocab: dict[str, int], merges: list, specials: list[str]) -> None:
@@ -204,7 +201,9 @@ def read_json(path: str | Path) -> dict:
 # %% ../chapters/09_data.ipynb #read_published
 def read_published(vocab: str | Path, merges: str | Path) -> dict:
     """What makes the tokenizer that GPT-2's two files describe."""
-    ids, text = read_json(vocab), Path(merges).read_text(encoding="utf-8")
+    ids, text = read_json(vocab), Path(merges).read_text("utf-8", "replace")
+    if "\ufffd" in text:  # no token is spelled with it
+        raise ValueError(f"{merges} must hold text in UTF-8")
     pairs = [split_pair(x) for x in text.split("\n") if x and x[:8] != "#version"]
     check_ids(ids.values(), len(ids))
     names = ids.keys() - {*byte_symbols(), *map("".join, pairs)}
@@ -348,16 +347,14 @@ def chunks(file: TextIO, n_chars: int = 1 << 20) -> Iterator[str]:
         if found := last_place.match(rest):
             yield rest[: found.end()]
             rest = rest[found.end() :]
-    if rest:
-        yield rest
+    yield from filter(None, [rest])
 
 # %% ../chapters/09_data.ipynb #with_ends
 def with_ends(documents: Iterable[Sequence[int]], end: int) -> Iterator:
     """end, the first document, end, the second, …, end."""
     yield [end]
     for ids in documents:
-        yield ids
-        yield [end]
+        yield from (ids, [end])
 
 # %% ../chapters/09_data.ipynb #pack
 def pack(documents: Iterable[Sequence[int]], end: int) -> Tensor:
@@ -395,7 +392,11 @@ def rows(stream: Tensor, n_tokens: int, places: list) -> tuple[Tensor, Tensor]:
     Returns:
         tokens and labels, both (B, T) int64. After the end of the stream tokens are 0
         and labels `IGNORED`.
+
+    Raises:
+        ValueError: There is no such row.
     """
+    places = check_ids(places, -(-(len(stream) - 1) // n_tokens), "places")
     full = torch.full((len(places), n_tokens + 1), IGNORED)
     for out, i in zip(full, places, strict=True):
         cut = stream[i * n_tokens : (i + 1) * n_tokens + 1]
@@ -468,6 +469,8 @@ def check_reading(by) -> None:
 # %% ../chapters/09_data.ipynb #batches_read
 def batches_read(state: dict, here: dict) -> int:
     """How many batches a state has read, if it is a state of the same reading."""
+    if not isinstance(state, dict):
+        raise TypeError(f"resume must be a dict, as state() gives it, got {state!r}")
     for name in here.keys() - {"batch"}:
         if repr(state.get(name)) != repr(here[name]):
             found = f"{name} {state.get(name)}, here {here[name]}"
@@ -500,7 +503,7 @@ class batches(Iterator):  # called like a function, as `range` is
         may have fewer rows, and none on some ranks.
 
     Raises:
-        TypeError: stream is not a tensor of integers.
+        TypeError: stream is not a tensor of integers, or resume is no dictionary.
         ValueError: An argument is out of range, or resume is of another reading.
     """
 
