@@ -367,7 +367,7 @@ def is_interpreted() -> bool:
     return why_not is None and not isinstance(forward_kernel, triton.JITFunction)
 
 
-def check_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+def check_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> None:
     """Say why the kernel cannot run, or would compute something else."""
     if why_not is not None:
         raise RuntimeError(f"triton_attention cannot run: {why_not}")

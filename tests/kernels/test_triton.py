@@ -317,6 +317,21 @@ def test_float32_is_not_tf32_unless_asked():
     assert seen == ["ieee", "tf32"]
 
 
+@pytest.mark.parametrize("window", [40, 2**31 - 1, 2**63])
+def test_window_that_hides_no_key_is_none(window, blocks):
+    blocks(Tile(16, 16, 4, 1))
+    inputs, upstream = example(33, 40, 16, 16, 1, torch.float32)
+    got, expected = (
+        oracle.with_gradients(
+            lambda q, k, v, w=w: triton_attention(q, k, v, causal=True, window=w),
+            inputs,
+            upstream,
+        )
+        for w in (window, None)
+    )
+    assert_close(got, expected, rtol=0, atol=0)
+
+
 def test_refusals_are_one_line():
     q, k, v = (draw(1, 2, n, 16) for n in (4, 6, 6))
     causal = torch.ones(4, 6, dtype=torch.bool, device=DEVICE).tril()
@@ -326,6 +341,10 @@ def test_refusals_are_one_line():
         (ValueError, r"padding masks only.*\(1, 2, 1, 6\)", (q, k, v, per_head)),
         (TypeError, "mask must be bool", (q, k, v, per_head.float())),
         (ValueError, "window must be at least 1, got window=0", (q, k, v, None, 1, 0)),
+        (TypeError, r"a whole number, got window=2\.5", (q, k, v, None, True, 2.5)),
+        (TypeError, "a whole number, got window=True", (q, k, v, None, True, True)),
+        (ValueError, "on one device.*k.device=.*meta", (q, k.to("meta"), v)),
+        (ValueError, "on one device.*v.device=.*meta", (q, k, v.to("meta"))),
         (TypeError, "float64", (q.double(), k.double(), v.double())),
         (TypeError, "must all be float16.*q.dtype=torch.float16", (q.half(), k, v)),
     ]
