@@ -46,6 +46,23 @@ class Conform:
         self.record(component, column, actual, expected, reference=reference)
 
 
+@pytest.fixture(scope="module")
+def tiny_run(request, tmp_path_factory) -> tuple[dict, str]:
+    """What the test module's `benchmark` finds in a round of tiny sizes; its page."""
+    benchmark, out = request.module.benchmark, tmp_path_factory.mktemp("results")
+    threads = torch.get_num_threads()
+    command = ["--device=cpu", "--tiny", "--rounds=1", "--out", str(out)]
+    assert benchmark.main(command) == 0
+    torch.set_num_threads(threads)
+    name = f"{Path(benchmark.__file__).stem}.cpu"
+    assert {path.name for path in out.iterdir()} == {f"{name}.json", f"{name}.md"}
+    found = json.loads((out / f"{name}.json").read_text(encoding="utf-8"))
+    text = (out / f"{name}.md").read_text(encoding="utf-8")
+    assert benchmark.page(found, "cpu") == text
+    assert found["rounds"] == 1 and found["torch"] == torch.__version__
+    return found, text
+
+
 @pytest.fixture
 def conform(pytestconfig) -> Conform:
     """`conform(component, column, actual, expected, reference=…, atol=…)`."""
