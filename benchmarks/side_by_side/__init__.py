@@ -220,6 +220,7 @@ def command(
     measure_all: Callable[[str, int, str], dict],
     page: Callable[[dict, str], str],
     summary: Callable[[dict], str],
+    rounds: int = 15,
 ) -> int:
     """Run a benchmark from the command line; return its exit status.
 
@@ -229,11 +230,12 @@ def command(
         measure_all: From device, rounds and size ("full" or "tiny") to what was found.
         page: From that and the device to the section of the book, in Markdown.
         summary: From that to the line that is printed at the end.
+        rounds: How many there are if the command line does not say.
     """
     there = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(prog=Path(script).name)
     parser.add_argument("--device", choices=["cpu", "cuda"], default=there)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--tiny", action="store_true", help="sizes that take a second")
     parser.add_argument("--table", action="store_true", help="write only the table")
     parser.add_argument("--out", type=Path, default=Path(script).parent / "results")
