@@ -327,14 +327,14 @@ def page(found: dict, device: str) -> str:
     said = (
         f"Forward, backward and AdamW of a decoder of {s.n_layers} layers, C = {s.c}, "
         f"H = {s.h}, V = {s.v}, on {s.b} rows of {s.t} tokens, by {found['clock']}: "
-        "our `LanguageModel` with `row_attention`, code in the style of nanoGPT written "
-        "for this page, "
-        "GPT-2 of `transformers` with SDPA, and `torch.nn.TransformerEncoder`. All "
-        "have the same weights, the exact GELU and the fused AdamW, and nothing is "
-        "compiled; bfloat16 is by autocast. Their losses before the first step and "
-        f"after it were the same to within {apart}. Our time is divided by theirs in "
-        "each round: median, and in brackets the quartiles. The last column is the "
-        f"share of the measured peak, {peaks} billion operations a second in a product "
+        "our `LanguageModel` with `row_attention`, code in the style of nanoGPT that "
+        "was written for this page, GPT-2 of `transformers` with SDPA, and "
+        "`torch.nn.TransformerEncoder`. All have the same weights, the exact GELU and "
+        "the fused AdamW, and nothing is compiled; bfloat16 is by autocast. Their "
+        "losses before the first step and after it were the same to within "
+        f"{apart}. Our time is divided by theirs in each round: median, and in "
+        "brackets the quartiles. The last column is the share of the measured peak, "
+        f"{peaks} billion operations a second in a product "
         f"of {s.edge} × {s.edge}."
     )
     head = ["model", "dtype", "ms", "tokens a second", "ours ÷ its"]
