@@ -99,10 +99,10 @@ def filter_logits(
     return x
 
 # %% ../chapters/11_sampling.ipynb #uniform
-Generators = torch.Generator | Sequence[torch.Generator] | None
-
-
-def uniform(shape: Sequence[int], generator: Generators = None) -> Tensor:
+def uniform(
+    shape: Sequence[int],
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+) -> Tensor:
     """Numbers in [0, 1), float64; a list has a generator for each row."""
     if generator is None or isinstance(generator, torch.Generator):
         device = None if generator is None else generator.device
@@ -114,7 +114,10 @@ def uniform(shape: Sequence[int], generator: Generators = None) -> Tensor:
     return torch.stack([uniform(shape[1:], one) for one in generator])
 
 
-def draw(probabilities: Tensor, generator: Generators = None) -> Tensor:
+def draw(
+    probabilities: Tensor,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+) -> Tensor:
     """Draw from each row of (B, V): the first token whose running sum exceeds u."""
     running = probabilities.double().cumsum(-1)
     u = uniform((len(running), 1), generator).to(running.device) * running[..., -1:]
@@ -126,7 +129,7 @@ def sample(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    generator: Generators = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
 ) -> Tensor:
     """Draw a token from each row of logits.
 
@@ -164,9 +167,7 @@ def pad_left(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None
         raise TypeError(f"mask must be bool (True = real), got {mask.dtype=}")
     if mask.numel() != tokens.numel():
         shapes = f"{tuple(mask.shape)=}, {tuple(tokens.shape)=}"
-        raise ValueError(
-            f"mask must say of each token whether it is real, got {shapes}"
-        )
+        raise ValueError(f"mask must say of each token if it is real, got {shapes}")
     real = mask.reshape(tokens.shape)
     if not real.any(-1).all():
         rows = (~real.any(-1)).nonzero().flatten().tolist()
@@ -185,6 +186,23 @@ def prefill(model, tokens, cache, *, mask=None, chunk=512, **context) -> Tensor:
         logits = read(model, piece, cache, mask=real, **context)
     return logits[:, -1]
 
+# %% ../chapters/11_sampling.ipynb #all_ends
+def all_ends(eos: int | Sequence[int] | None, device: torch.device) -> Tensor:
+    """One end, several or none, as a row of whole numbers."""
+    ends = [eos] if isinstance(eos, int) else list(eos or ())
+    return torch.tensor(ends, dtype=torch.int64, device=device)
+
+
+def cache_for(n_tokens: int, cache: KVCache | None, compile: bool) -> KVCache:
+    """The cache that was given, or a new one; it has room, and can be compiled."""
+    if cache is None:
+        cache = StaticCache(n_tokens) if compile else KVCache(n_tokens)
+    cache.check_room(n_tokens)
+    if compile and not isinstance(cache, StaticCache):
+        found = f"got {type(cache).__name__}"
+        raise ValueError(f"compile=True needs a StaticCache, {found}")
+    return cache
+
 # %% ../chapters/11_sampling.ipynb #compiled_step
 STEPS = WeakKeyDictionary()  # compiled code for each model; it holds no numbers
 
@@ -192,7 +210,7 @@ STEPS = WeakKeyDictionary()  # compiled code for each model; it holds no numbers
 def compiled_step(model: nn.Module, cache: StaticCache, tokens: Tensor, context: dict):
     """`read` for one token, compiled once for each model, batch and cache size."""
     given = [None if x is None else tuple(x.shape) for x in context.values()]
-    padded = "seen" in cache.stores
+    padded = "real" in cache.stores
     key = (len(tokens), cache.n_slots, tokens.device, padded, *given)
     steps = STEPS.setdefault(model, {})
     if key not in steps:
@@ -235,7 +253,7 @@ def stream(
     eos: int | Sequence[int] | None = None,
     pad: int = 0,
     mask: Tensor | None = None,
-    generator: Generators = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
     chunk: int = 512,
     cache: KVCache | None = None,
     compile: bool = False,
@@ -252,24 +270,15 @@ def stream(
     check_counts(0, n_new=n_new)
     check_filter(temperature, top_k, top_p)
     tokens, mask = pad_left(tokens, mask)
-    n_read = tokens.size(1) + max(n_new - 1, 0)
-    if cache is None:
-        cache = StaticCache(n_read) if compile else KVCache(n_read)
-    if isinstance(cache, StaticCache):
-        cache.check_room(n_read)
-    elif compile:
-        raise ValueError(
-            f"compile=True needs a StaticCache, got {type(cache).__name__}"
-        )
+    cache = cache_for(tokens.size(1) + max(n_new - 1, 0), cache, compile)
     choose = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    ends = [eos] if isinstance(eos, int) else list(eos or ())
     prompt = {"tokens": tokens, "mask": mask, "chunk": chunk, **context}
-    how = {"choose": choose | {"generator": generator}, "ends": ends, "pad": pad}
+    how = {"choose": choose | {"generator": generator}, "eos": eos, "pad": pad}
     return write(model, cache, prompt, n_new, compile, context, **how)
 
 # %% ../chapters/11_sampling.ipynb #write
 @torch.no_grad()
-def write(model, cache, prompt, n_new, compile, context, *, choose, ends, pad):
+def write(model, cache, prompt, n_new, compile, context, *, choose, eos, pad):
     """The loop of `stream`."""
     if not n_new:
         return
@@ -277,7 +286,7 @@ def write(model, cache, prompt, n_new, compile, context, *, choose, ends, pad):
     if compile:
         step = compiled_step(model, cache, prompt["tokens"], context)
     done = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-    ends = torch.tensor(ends, device=logits.device) if ends else None
+    ends = None if eos is None else all_ends(eos, logits.device)
     for n_left in range(n_new, 0, -1):
         token = sample(logits, **choose)
         if ends is not None:
@@ -321,9 +330,8 @@ def generate(model: nn.Module, tokens: Tensor, n_new: int, **how) -> Tensor:
             features at random, a static cache is too short, or a compiled step cannot
             serve a layer.
     """
-    return torch.cat(
-        (tokens, *(x[:, None] for x in stream(model, tokens, n_new, **how))), 1
-    )
+    new = (token[:, None] for token in stream(model, tokens, n_new, **how))
+    return torch.cat((tokens, *new), 1)
 
 # %% ../chapters/11_sampling.ipynb #Beams
 class Beams(NamedTuple):
@@ -372,24 +380,28 @@ def beam_search(
 
     Raises: as `generate`.
     """
-    check_writer(model)
     check_counts(n_new=n_new, n_beams=n_beams)
-    real, mask = pad_left(tokens, mask)
-    cache = KVCache(real.size(1) + n_new) if cache is None else cache
-    logits = prefill(model, real, cache, mask=mask, chunk=chunk, **context)
     rows = torch.arange(len(tokens), device=tokens.device).repeat_interleave(n_beams)
+    cache = KVCache(tokens.size(1) + n_new) if cache is None else cache
+    logits = read_prompts(model, tokens, mask, cache, chunk, context)
     cache.reorder(rows)
     context = {name: x if x is None else x[rows] for name, x in context.items()}
-    ends = [eos] if isinstance(eos, int) else list(eos or ())
-    search = Search(tokens, n_beams, ends, pad, length_penalty)
+    search = Search(tokens, n_beams, all_ends(eos, tokens.device), pad, length_penalty)
     rows = search.extend(logits[rows])
     for _ in range(n_new - 1):
         if search.done.all():
             break
         cache.reorder(rows)
-        token = search.tokens.flatten(0, 1)[:, -1:]
-        rows = search.extend(read(model, token, cache, **context)[:, -1])
+        logits = read(model, search.tokens[..., -1].reshape(-1, 1), cache, **context)
+        rows = search.extend(logits[:, -1])
     return Beams(search.tokens, search.ranks)
+
+# %% ../chapters/11_sampling.ipynb #read_prompts
+def read_prompts(model, tokens, mask, cache, chunk, context) -> Tensor:
+    """Read prompts (B, T), padded anywhere, into a cache; (B, V) logits."""
+    check_writer(model)
+    tokens, mask = pad_left(tokens, mask)
+    return prefill(model, tokens, cache, mask=mask, chunk=chunk, **context)
 
 # %% ../chapters/11_sampling.ipynb #Search
 class Search:
@@ -397,13 +409,11 @@ class Search:
 
     def __init__(self, tokens, n_beams, ends, pad, length_penalty):
         self.tokens = tokens[:, None].expand(-1, n_beams, -1)
-        self.ends = torch.tensor(ends, dtype=torch.int64, device=tokens.device)
-        self.pad, self.penalty = pad, length_penalty
+        self.ends, self.pad, self.penalty = ends, pad, length_penalty
         shape = self.tokens.shape[:2]
         self.sums = torch.full(shape, -math.inf, device=tokens.device).double()
         self.sums[:, 0] = 0  # all beams start equal: one is enough
-        self.lengths = torch.zeros_like(self.sums)
-        self.done = torch.zeros(shape, dtype=torch.bool, device=tokens.device)
+        self.lengths, self.done = torch.zeros_like(self.sums), self.sums > 0
 
     def extend(self, logits: Tensor) -> Tensor:
         """Choose the best next texts by logits (B · beams, V); which row each had."""
@@ -438,7 +448,10 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 # %% ../chapters/11_sampling.ipynb #verify
 def verify(
-    p: Tensor, q: Tensor, drafted: Tensor, generator: Generators = None
+    p: Tensor,
+    q: Tensor,
+    drafted: Tensor,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Accept drafted tokens so that what comes out is distributed as p says.
 
@@ -464,9 +477,8 @@ def verify(
     n_accepted = (u * theirs < ours).cumprod(-1).sum(-1)
     rest = torch.cat((residual(p[:, :-1], q), p[:, -1:]), 1)
     place = n_accepted[:, None]
-    own = draw(
-        rest.gather(1, place[..., None].expand(-1, -1, p.size(-1)))[:, 0], generator
-    )
+    rest = rest.gather(1, place[..., None].expand(-1, -1, p.size(-1)))[:, 0]
+    own = draw(rest, generator)
     kept = torch.arange(n_drafted, device=p.device) < place
     tokens = F.pad(drafted.masked_fill(~kept, -1), (0, 1), value=-1)
     return tokens.scatter(1, place, own[:, None]), n_accepted
@@ -527,10 +539,20 @@ class Rounds:
 
     def __init__(self, model, draft, choose, generator, n_tokens):
         self.model, self.choose, self.generator = model, choose, generator
-        self.cache, self.draft = KVCache(n_tokens), draft
+        self.cache, self.draft, self.n_tokens = KVCache(n_tokens), draft, n_tokens
         self.n_calls = self.n_drafted = self.n_accepted = 0
         if isinstance(draft, nn.Module):
             self.draft = Drafter(draft, n_tokens, choose, generator)
+
+    def run(self, text: Tensor, n_draft: int, ends: Tensor) -> Tensor:
+        """Text (T,), written on up to n_tokens or the first end."""
+        while (n_left := self.n_tokens - len(text)) > 0:
+            new = self.extend(text, min(n_draft, n_left - 1))
+            last = torch.isin(new, ends).nonzero().flatten()[:1].tolist()
+            text = torch.cat((text, new[: last[0] + 1] if last else new))
+            if last:
+                break
+        return text
 
     def extend(self, text: Tensor, n: int) -> Tensor:
         """One to n + 1 tokens that follow text (T,)."""
@@ -560,12 +582,12 @@ class Speculated(NamedTuple):
 
 # %% ../chapters/11_sampling.ipynb #check_pair
 def check_pair(model: nn.Module, draft, tokens: Tensor) -> None:
-    """Refuse several prompts, and a draft that counts its tokens otherwise."""
+    """Refuse several prompts, what cannot write, and a draft of other tokens."""
+    for writer in [model, draft] if isinstance(draft, nn.Module) else [model]:
+        check_writer(writer)
     if tokens.dim() != 2 or len(tokens) != 1 or not tokens.size(1):
         found = f"got {tuple(tokens.shape)=}"
-        raise ValueError(
-            f"speculate takes one prompt (1, T) of a token or more, {found}"
-        )
+        raise ValueError(f"speculate takes one prompt (1, T), not empty, {found}")
     if isinstance(draft, nn.Module):
         mine, theirs = (m.embedding.num_embeddings for m in (model, draft))
         if mine != theirs:
@@ -614,8 +636,6 @@ def speculate(
 
     Source: Leviathan et al. 2023; Chen et al. 2023.
     """
-    for writer in [model, draft] if isinstance(draft, nn.Module) else [model]:
-        check_writer(writer)
     check_pair(model, draft, tokens)
     check_counts(0, n_new=n_new, n_draft=n_draft)
     filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -624,16 +644,8 @@ def speculate(
     def choose(logits: Tensor) -> Tensor:
         return filter_logits(logits, **filters).double().softmax(-1)
 
-    text, end = tokens[0], tokens.size(1) + n_new
-    rounds = Rounds(model, draft, choose, generator, end)
-    ends = torch.tensor([eos] if isinstance(eos, int) else list(eos or ())).to(tokens)
-    if n_new and len(text) > 1:
-        prefill(model, text[None, :-1], rounds.cache, chunk=chunk)
-    while len(text) < end:
-        new = rounds.extend(text, min(n_draft, end - len(text) - 1))
-        last = torch.isin(new, ends).nonzero().flatten()[:1]
-        text = torch.cat((text, new[: int(last) + 1] if len(last) else new))
-        if len(last):
-            break
-    counts = rounds.n_calls, rounds.n_drafted, rounds.n_accepted
-    return Speculated(text[None], *counts)
+    rounds = Rounds(model, draft, choose, generator, tokens.size(1) + n_new)
+    if n_new and tokens.size(1) > 1:
+        prefill(model, tokens[:, :-1], rounds.cache, chunk=chunk)
+    text = rounds.run(tokens[0], n_draft, all_ends(eos, tokens.device))
+    return Speculated(text[None], rounds.n_calls, rounds.n_drafted, rounds.n_accepted)
