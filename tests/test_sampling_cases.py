@@ -149,7 +149,7 @@ def one_hot(i):
 @pytest.mark.parametrize(
     ("p", "q"),
     [
-        (torch.tensor([0.2, 0.3, 0.5]).double(), None),
+        (torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64), None),
         (one_hot(1), one_hot(1)),
         (torch.tensor([1 - 1e-12, 1e-12, 0]).double(), one_hot(0)),
         (one_hot(2), one_hot(0)),
