@@ -7,7 +7,7 @@ export TORCH
 
 .DEFAULT_GOAL = help
 .PHONY: book test test-gpu measured run experiments export bench serve clean help
-.PHONY: python book-environment test-environment
+.PHONY: python book-environment test-environment bench-environment
 
 book: book-environment ## build the site from the stored outputs, print where it lies
 	@$(RUN) site/build.py
@@ -30,7 +30,7 @@ experiments: test-environment ## run the recorded experiments that are missing o
 export: test-environment ## write the package from the notebooks
 	@$(RUN) tools/export.py
 
-bench: test-environment ## measure against peers and write the tables
+bench: bench-environment ## measure against peers and write the tables
 	@for table in benchmarks/*.py; do OMP_NUM_THREADS=1 $(RUN) "$$table" || exit 1; done
 
 serve: book ## build the site and serve it on localhost:8000
@@ -54,3 +54,6 @@ book-environment: python
 
 test-environment: python
 	@$(PYTHON) tools/environment.py test
+
+bench-environment: python
+	@$(PYTHON) tools/environment.py bench

@@ -2,7 +2,7 @@
 
 Nothing here is newer than Python 3.6, so that a Python that is too old can say so.
 
-Usage: python tools/environment.py book|test
+Usage: python tools/environment.py book|test|bench
 """
 
 import hashlib
@@ -57,6 +57,7 @@ def layers():
     return {
         "book": ([locks / "book.txt", ROOT / "pyproject.toml"], book),
         "test": ([locks / "test.txt", locks / "weights.txt"], test),
+        "bench": ([locks / "bench.txt"], [["-r", str(locks / "bench.txt")]]),
     }
 
 
@@ -110,7 +111,7 @@ def ensure(wanted):
 
 def main(arguments):
     """Make the environment that the only argument names."""
-    if len(arguments) != 1 or arguments[0] not in ("book", "test"):
+    if len(arguments) != 1 or arguments[0] not in ("book", "test", "bench"):
         fail(__doc__.strip().splitlines()[-1])
     check_python()
     ensure(arguments[0])
