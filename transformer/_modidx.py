@@ -99,6 +99,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'transformer.checkpoint.model_facts': ('checkpoints.html#model_facts', 'transformer/checkpoint.py'),
                                         'transformer.checkpoint.named_tensors': ( 'checkpoints.html#named_tensors',
                                                                                   'transformer/checkpoint.py'),
+                                        'transformer.checkpoint.on_first': ('checkpoints.html#on_first', 'transformer/checkpoint.py'),
                                         'transformer.checkpoint.optimizer_facts': ( 'checkpoints.html#optimizer_facts',
                                                                                     'transformer/checkpoint.py'),
                                         'transformer.checkpoint.random_states': ( 'checkpoints.html#random_states',

@@ -7,7 +7,8 @@ __all__ = ['save_checkpoint', 'load_checkpoint']
 
 # %% ../chapters/09_checkpoints.ipynb #imports
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -130,7 +131,8 @@ def save_checkpoint(
         this and rank 0 writes; the others get None.
 
     Raises:
-        OSError: The disk is full, the folder may not be written to, or is none.
+        OSError: The disk is full, the folder may not be written to, or is none; on
+            the other processes a RuntimeError says so.
         TypeError: data, schedule or config do not fit JSON.
         ValueError: step is no count, the model is on meta, or the optimizer is another
             model's.
@@ -149,9 +151,8 @@ def save_checkpoint(
         more, state["optimizer"] = describe(optimizer, model)
         tensors |= more
     tensors = {name: gathered(tensor) for name, tensor in tensors.items()}
-    if rank() > 0:
-        return None
-    return write_checkpoint(folder, tensors | random_states(), state, keep=keep)
+    tensors |= random_states()
+    return on_first(partial(write_checkpoint, folder, tensors, state, keep=keep))
 
 # %% ../chapters/09_checkpoints.ipynb #rank
 def rank() -> int:
@@ -163,6 +164,28 @@ def rank() -> int:
 def gathered(tensor: Tensor) -> Tensor:
     """The whole of a tensor of which processes hold pieces."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+# %% ../chapters/09_checkpoints.ipynb #on_first
+def on_first(action: Callable):
+    """Let rank 0 act and the others wait; None for those.
+
+    Raises:
+        RuntimeError: On the others, where rank 0 has raised an error.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return action()
+    result, fault, told = None, None, [""]
+    if rank() == 0:
+        try:
+            result = action()
+        except Exception as error:
+            fault, told = error, [f"{type(error).__name__}: {error}"]
+    distributed.broadcast_object_list(told)
+    if fault is not None:
+        raise fault
+    if told[0]:
+        raise RuntimeError(f"rank 0 could not write: {' '.join(told[0].split())}")
+    return result
 
 # %% ../chapters/09_checkpoints.ipynb #check_same
 def check_same(what: str, stored: dict[str, str], here: dict[str, str]) -> None:
