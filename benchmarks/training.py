@@ -28,6 +28,7 @@ from transformer.flash import row_attention
 from transformer.model import LanguageModel
 from transformer.norms import LayerNorm
 from transformer.positions import LearnedPositions
+from transformer.training import cross_entropy
 
 SEED = 0
 ROUNDS = 9
@@ -205,13 +206,22 @@ def make_models(shape: Shape, device: str) -> dict[str, nn.Module]:
     return {name: model.to(device).train() for name, model in models.items()}
 
 
+def torch_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """What the peers are trained with."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 def step(
-    model: nn.Module, optimizer, half: bool, tokens: Tensor, labels: Tensor
+    model: nn.Module,
+    measure: Callable,
+    optimizer,
+    half: bool,
+    tokens: Tensor,
+    labels: Tensor,
 ) -> list[Tensor]:
     """Forward, backward, optimizer; the loss before the step."""
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=half):
-        logits = model(tokens)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = measure(model(tokens), labels)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -227,7 +237,8 @@ def contenders(shape: Shape, device: str) -> dict[tuple[str, str], Callable]:
         for name, model in make_models(shape, device).items():
             optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
             half = dtype == "bfloat16"
-            runs[name, dtype] = partial(step, model, optimizer, half, *data)
+            measure = cross_entropy if name == OURS else torch_loss
+            runs[name, dtype] = partial(step, model, measure, optimizer, half, *data)
     return runs
 
 
@@ -327,9 +338,10 @@ def page(found: dict, device: str) -> str:
     said = (
         f"Forward, backward and AdamW of a decoder of {s.n_layers} layers, C = {s.c}, "
         f"H = {s.h}, V = {s.v}, on {s.b} rows of {s.t} tokens, by {found['clock']}: "
-        "our `LanguageModel` with `row_attention`, code in the style of nanoGPT that "
-        "was written for this page, GPT-2 of `transformers` with SDPA, and "
-        "`torch.nn.TransformerEncoder`. All have the same weights, the exact GELU and "
+        "our `LanguageModel` with `row_attention` and `cross_entropy`, code in the "
+        "style of nanoGPT that was written for this page, GPT-2 of `transformers` with "
+        "SDPA, and `torch.nn.TransformerEncoder`, these three with torch's loss. All "
+        "have the same weights, the exact GELU and "
         "the fused AdamW, and nothing is compiled; bfloat16 is by autocast. Their "
         "losses before the first step and after it were the same to within "
         f"{apart}. Our time is divided by theirs in each round: median, and in "

@@ -38,6 +38,32 @@ from .positions import RoPE
 from .storage import newest_checkpoint
 
 # %% ../chapters/09_training.ipynb #cross_entropy
+class LabelNats(torch.autograd.Function):
+    """The sum of -log p over labels (N,), from logits (N, V), n_rows at a time."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, smoothing, n_rows):
+        """In float32, or wider if the logits are."""
+        ctx.save_for_backward(logits, labels)
+        ctx.how = smoothing, n_rows
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        how = {"reduction": "sum", "label_smoothing": smoothing}
+        parts = zip(logits.split(n_rows), labels.split(n_rows))
+        return sum(F.cross_entropy(x.to(wide), y, **how) for x, y in parts)
+
+    @staticmethod
+    def backward(ctx, up):
+        """p - target where there is a label, times the slope of the sum."""
+        (logits, labels), (smoothing, n_rows) = ctx.saved_tensors, ctx.how
+        grad, share = torch.empty_like(logits), labels.ne(IGNORED)[:, None] * up
+        parts = logits, labels.clamp(min=0)[:, None], share, grad
+        for x, y, s, out in zip(*(part.split(n_rows) for part in parts)):
+            p = x.softmax(-1, dtype=up.dtype) - smoothing / x.size(-1)
+            p.scatter_add_(1, y, p.new_full(y.shape, smoothing - 1))
+            out.copy_(p.mul_(s))
+        return grad, None, None, None
+
+# %% ../chapters/09_training.ipynb #e2214ea1
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -70,10 +96,8 @@ def cross_entropy(
         raise ValueError(f"logits must be labels' shape and V, got {found}")
     if not 0 <= smoothing <= 1:
         raise ValueError(f"smoothing must be in 0 … 1, got {smoothing=}")
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
-    how = {"ignore_index": IGNORED, "label_smoothing": smoothing, "reduction": "sum"}
-    nats = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **how)
+    n_rows = 2**18 // logits.size(-1) + 1 if logits.device.type == "cpu" else 2**31
+    nats = LabelNats.apply(logits.flatten(0, -2), labels.flatten(), smoothing, n_rows)
     n = labels.ne(IGNORED).sum() if count is None else torch.as_tensor(count)
     return nats / n.clamp(min=1)
 
@@ -177,9 +201,7 @@ def recompute(blocks: Iterable[nn.Module]) -> None:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 # %% ../chapters/09_training.ipynb #small_decoder
-def small_decoder(
-    vocab_size: int, n_layers: int, d_model: int, n_heads: int
-) -> LanguageModel:
+def small_decoder(vocab_size: int, n_layers: int, d_model: int, n_heads: int):
     """A small language model in the manner of Llama, drawn anew.
 
     Pre-norm blocks with RMSNorm, rotary positions, SwiGLU of 8/3 · C features rounded
@@ -202,15 +224,14 @@ def small_decoder(
     return model
 
 # %% ../chapters/09_training.ipynb #check_recipe
-def check_recipe(recipe) -> None:
+def check_recipe(r) -> None:
     """Refuse settings out of range."""
-    whole = {"steps": 1, "warmup": 0, "pieces": 1, "save_every": 0}
-    for name, least in whole.items():
-        value = getattr(recipe, name)
+    least_of = {"steps": 1, "warmup": 0, "pieces": 1, "save_every": 0}
+    for name, least in least_of.items():
+        value = getattr(r, name)
         if type(value) is not int or value < least:
             rule = f"{name} must be a whole number from {least}"
             raise ValueError(f"{rule}, got {name}={value!r}")
-    r = recipe
     rules = [
         ("warmup must not exceed steps", r.warmup <= r.steps, "warmup", "steps"),
         ("rate must be positive", 0 < r.rate < math.inf, "rate"),
@@ -271,8 +292,7 @@ def n_ranks() -> int:
 def total(value: Tensor) -> Tensor:
     """The sum over all processes of a number that each has."""
     if n_ranks() > 1:
-        value = value.clone()
-        distributed.all_reduce(value)
+        distributed.all_reduce(value := value.clone())
     return value
 
 
@@ -349,8 +369,7 @@ def read_log(path: str | Path) -> list[dict]:
         A dictionary for each step: step; tokens, its real labels; loss in nats per
         label; norm, the gradient's length before clipping; rate; seconds.
     """
-    with open(path, newline="", encoding="utf-8") as file:
-        text = file.read().rpartition("\n")[0]
+    text = Path(path).read_text(encoding="utf-8").rpartition("\n")[0]
     found = csv.DictReader(text.splitlines())
     return [{name: kind(row[name]) for name, kind in COLUMNS.items()} for row in found]
 
@@ -364,9 +383,9 @@ def write_row(folder: Path | None, row: dict, mode: str = "a") -> None:
 
 def start_log(folder: Path | None, step: int) -> list[dict]:
     """Rows of the log up to a step, after which it is cut."""
-    if folder is None or rank() > 0:
+    # All processes make the folder, so that all fail where it cannot be made.
+    if folder is None or folder.mkdir(parents=True, exist_ok=True) or rank() > 0:
         return []
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "log.csv"
     rows = [r for r in read_log(path) if r["step"] <= step] if path.exists() else []
     write_row(folder, COLUMNS, "w")
@@ -403,17 +422,15 @@ def check_run(model: nn.Module, data: batches, steps: int) -> None:
     check_wrapped(model)
     if not isinstance(data, batches):
         raise TypeError(f"data must be batches(...), got {type(data).__name__}")
-    if data.stop < steps * data.batch_size:
-        n = -(-data.stop // data.batch_size)
-        if n < steps:
-            rule = "data must have a batch for each step"
-            raise ValueError(f"{rule}, got {n} batches, {steps=}")
+    n = -(-data.stop // data.batch_size)  # nan without an end
+    if n < steps:
+        found = f"got {n} batches, {steps=}"
+        raise ValueError(f"data must have a batch for each step, {found}")
 
 # %% ../chapters/09_training.ipynb #schedule_of
-def schedule_of(recipe: Recipe) -> Callable[[int], float]:
+def schedule_of(r: Recipe) -> Callable[[int], float]:
     """The rate at a step."""
-    how = {"steps": recipe.steps, "warmup": recipe.warmup}
-    return partial(warmup_cosine, **how, peak=recipe.rate, floor=recipe.floor)
+    return lambda step: warmup_cosine(step, r.steps, r.warmup, r.rate, r.floor)
 
 
 def optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.AdamW:
@@ -471,6 +488,7 @@ def train(
         TypeError: data is no `batches`.
         ValueError: The folder holds another run, data ends too early, or several
             processes train a model that is not wrapped.
+        OSError: The folder cannot be made or written to.
     """
     check_run(model, data, recipe.steps)
     folder = None if folder is None else Path(folder)
