@@ -147,6 +147,26 @@ def test_loss_is_that_of_torch(smoothing, dtype, n_ignored, conform):
     conform("cross_entropy", column, mine_grad, wanted_grad, atol=atol, **how)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_are_taken_a_few_at_a_time_and_only_the_scores_are_kept(dtype):
+    torch.manual_seed(0)
+    logits = torch.randn(7, 2**17).to(dtype).requires_grad_()  # three rows, three, one
+    labels = torch.tensor([0, 5, IGNORED, 2**17 - 1, 3, IGNORED, 9])
+    kept = []
+    keep = lambda x: kept.append(x.numel()) or x  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        mine = cross_entropy(logits, labels, smoothing=0.1)
+    assert sum(kept) < logits.numel() + 20
+    (mine_grad,) = torch.autograd.grad(3 * mine, logits)
+    exact = logits.detach().double().requires_grad_()
+    wanted = F.cross_entropy(exact, labels, label_smoothing=0.1)
+    (wanted_grad,) = torch.autograd.grad(3 * wanted, exact)
+    assert_close(mine.double(), wanted, rtol=1e-6, atol=0)
+    rtol = 1e-4 if dtype == torch.float32 else 1e-2
+    assert_close(mine_grad.double(), wanted_grad, rtol=rtol, atol=1e-9)
+    assert mine_grad.dtype == dtype and (mine_grad[2] == 0).all()
+
+
 def test_smoothing_by_the_formula():
     torch.manual_seed(0)
     logits, labels = torch.randn(5, 7, dtype=torch.float64), torch.arange(5)
