@@ -63,7 +63,7 @@ class LabelNats(torch.autograd.Function):
             out.copy_(p.mul_(s))
         return grad, None, None, None
 
-# %% ../chapters/09_training.ipynb #e2214ea1
+# %% ../chapters/09_training.ipynb #cross_entropy-2
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,
