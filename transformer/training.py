@@ -48,7 +48,7 @@ class LabelNats(torch.autograd.Function):
         ctx.how = smoothing, n_rows
         wide = torch.promote_types(logits.dtype, torch.float32)
         how = {"reduction": "sum", "label_smoothing": smoothing}
-        parts = zip(logits.split(n_rows), labels.split(n_rows))
+        parts = zip(logits.split(n_rows), labels.split(n_rows), strict=True)
         return sum(F.cross_entropy(x.to(wide), y, **how) for x, y in parts)
 
     @staticmethod
@@ -57,7 +57,7 @@ class LabelNats(torch.autograd.Function):
         (logits, labels), (smoothing, n_rows) = ctx.saved_tensors, ctx.how
         grad, share = torch.empty_like(logits), labels.ne(IGNORED)[:, None] * up
         parts = logits, labels.clamp(min=0)[:, None], share, grad
-        for x, y, s, out in zip(*(part.split(n_rows) for part in parts)):
+        for x, y, s, out in zip(*(part.split(n_rows) for part in parts), strict=True):
             p = x.softmax(-1, dtype=up.dtype) - smoothing / x.size(-1)
             p.scatter_add_(1, y, p.new_full(y.shape, smoothing - 1))
             out.copy_(p.mul_(s))
@@ -324,9 +324,9 @@ def add_gradients(
         That loss, and how many labels are real.
     """
     count, n = total(labels.ne(IGNORED).sum()), n_ranks()
-    pieces = [*zip(*(x.tensor_split(recipe.pieces) for x in (tokens, labels)))]
-    if n == 1:  # else all processes must make equally many passes
-        pieces = [piece for piece in pieces if len(piece[0])]
+    cuts = (x.tensor_split(recipe.pieces) for x in (tokens, labels))
+    # Several processes must make equally many passes, and may make empty ones.
+    pieces = [p for p in zip(*cuts, strict=True) if n > 1 or len(p[0])]
     loss = torch.zeros((), device=tokens.device)
     for i, (x, y) in enumerate(pieces, 1):
         with between(model, i == len(pieces)):
