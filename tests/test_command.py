@@ -157,7 +157,9 @@ def test_folder_of_another_run_is_refused(play, tmp_path, capsys, change, says):
     with pytest.raises(SystemExit):
         main([*small(play, tmp_path / "out"), *change])
     assert says in capsys.readouterr().err
-    assert json.loads((tmp_path / "out/run.json").read_text())["seed"] == 0
+    assert (
+        json.loads((tmp_path / "out/run.json").read_text(encoding="utf-8"))["seed"] == 0
+    )
 
 
 def test_load_run_without_a_run(tmp_path):
