@@ -24,7 +24,7 @@ from transformer.quantize import (
     FloatLinear,
     Int4Linear,
     Int8Linear,
-    pack,
+    pack_nibbles,
     quantize,
     round_rows,
     slab_rows,
@@ -106,14 +106,14 @@ def test_bound_holds_for_any_finite_weights(values, bits):
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_packed_codes_come_back(values):
     codes = torch.tensor([values, values[::-1]], dtype=torch.int8).T.contiguous()
-    packed = pack(codes)
+    packed = pack_nibbles(codes)
     assert packed.dtype == torch.uint8 and packed.shape == (len(values), 1)
     assert unpack(packed).equal(codes)
 
 
 def test_first_half_of_a_group_lies_in_the_low_bits():
     codes = torch.tensor([[1, 2, -7, 7]], dtype=torch.int8)
-    assert pack(codes).tolist() == [[9 | 1 << 4, 10 | 15 << 4]]
+    assert pack_nibbles(codes).tolist() == [[9 | 1 << 4, 10 | 15 << 4]]
 
 
 @pytest.mark.parametrize("scale", [1e-45, 1e-40, 1.2e-38, 1e-30, 1.0, 1e30, 3.4e38])

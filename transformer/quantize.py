@@ -185,7 +185,7 @@ def check_group(group: int, n_features: int) -> None:
         raise ValueError(f"group must divide the input features, {found}")
 
 
-def pack(codes: Tensor) -> Tensor:
+def pack_nibbles(codes: Tensor) -> Tensor:
     """(..., G) codes from −8 to 7 as (..., G / 2) bytes; the first half lies low."""
     low, high = (codes + 8).to(torch.uint8).chunk(2, dim=-1)
     return low | high << 4
@@ -218,7 +218,7 @@ class Int4Linear(QuantizedLinear):
         super().__init__(weight, bias)
         check_group(group, self.in_features)
         codes, scale = round_rows(weight.unflatten(-1, (-1, group)), bits=4)
-        self.register_buffer("packed", pack(codes))
+        self.register_buffer("packed", pack_nibbles(codes))
         self.register_buffer("scale", scale)
 
     def restore(self, rows: slice = slice(None)) -> Tensor:
