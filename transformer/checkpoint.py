@@ -187,8 +187,8 @@ def on_first(action: Callable):
         raise RuntimeError(f"rank 0 could not write: {' '.join(told[0].split())}")
     return result
 
-# %% ../chapters/09_checkpoints.ipynb #check_same
-def check_same(what: str, stored: dict[str, str], here: dict[str, str]) -> None:
+# %% ../chapters/09_checkpoints.ipynb #check_facts
+def check_facts(what: str, stored: dict[str, str], here: dict[str, str]) -> None:
     """Name the first three of each kind of difference."""
     both = [name for name in stored if name in here and stored[name] != here[name]]
     kinds = {
@@ -302,10 +302,10 @@ def load_checkpoint(
     check_origin(found)
     here, tied = named_tensors(model)
     parts = {n[6:]: tensor for n, tensor in stored.items() if n[:6] == "model/"}
-    check_same("model", model_facts(parts, state["tied"]), model_facts(here, tied))
+    check_facts("model", model_facts(parts, state["tied"]), model_facts(here, tied))
     if optimizer is not None:
         saved_by, mine = state["optimizer"], describe(optimizer, model)[1]
-        check_same("optimizer", optimizer_facts(saved_by), optimizer_facts(mine))
+        check_facts("optimizer", optimizer_facts(saved_by), optimizer_facts(mine))
         remembered = recalled(optimizer, here, found)
     if rng and rank() == 0:
         set_random_states(stored)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checkpoint import check_same
+from .checkpoint import check_facts
 from .storage import CODES, DTYPES
 
 # %% ../chapters/12_formats.ipynb #MappedFile
@@ -362,7 +362,7 @@ class Weights(Mapping):
         """Refuse, in one line, a file without exactly these names and shapes."""
         here = {name: str(tuple(shape)) for name, shape in shapes.items()}
         stored = {name: str(place.shape) for name, place in self._places.items()}
-        check_same("model", stored, here)
+        check_facts("model", stored, here)
 
 # %% ../chapters/12_formats.ipynb #read_file
 def read_file(path: Path) -> tuple[str, dict[str, Place], dict]:
@@ -389,10 +389,10 @@ def read_shards(index: Path) -> tuple[dict[str, Place], dict]:
     named = dict.fromkeys(sorted(files.values()), "shard")
     every = [path.name for path in index.parent.glob("*.safetensors")]
     there = {name: "shard" for name in every if name in named or "-of-" in name}
-    check_same("index", there, named)
+    check_facts("index", there, named)
     shards = {name: read_safetensors(index.parent / name)[0] for name in named}
     found = [(tensor, name) for name, places in shards.items() for tensor in places]
-    check_same("index", once(found), files)
+    check_facts("index", once(found), files)
     places = {name: place for some in shards.values() for name, place in some.items()}
     return places, table.get("metadata", {})
 
