@@ -14,10 +14,10 @@ from test_sampling import (
     small_vocabulary,
 )
 from torch.testing import assert_close
+from transformer.beams import beam_search
 
 from transformer import sampling
 from transformer.sampling import (
-    beam_search,
     filter_logits,
     generate,
     residual,
