@@ -8,10 +8,10 @@ import torch
 from cache_oracle import SCHEMES, C, V, decoder, padded, prompts
 from torch import nn
 from torch.testing import assert_close
-from transformer.beams import beam_search
 
 from transformer import sampling
 from transformer.attention import padding_mask
+from transformer.beams import beam_search
 from transformer.cache import KVCache, RollingCache, StaticCache
 from transformer.model import LanguageModel
 from transformer.sampling import (

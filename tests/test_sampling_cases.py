@@ -14,9 +14,9 @@ from test_sampling import (
     small_vocabulary,
 )
 from torch.testing import assert_close
-from transformer.beams import beam_search
 
 from transformer import sampling
+from transformer.beams import beam_search
 from transformer.sampling import (
     filter_logits,
     generate,
