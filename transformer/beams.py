@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .cache import KVCache, check_writer, read
+from .cache import KVCache, check_writer, pad_left, read
 from .grouped import check_counts
-from .sampling import all_ends, keep_largest, pad_left, prefill
+from .sampling import all_ends, keep_largest, prefill
 
 # %% ../chapters/11_beams.ipynb #Beams
 class Beams(NamedTuple):

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .grouped import check_counts
 from .model import Writer, chain
@@ -236,6 +237,27 @@ def read(
         x = block(x, causal=True, prepare=chain(rotate, cache(i)), **how)
     return model.score(model.finish(x[:, -n_last:]))
 
+# %% ../chapters/11_kv_cache.ipynb #pad_left
+def pad_left(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Move the real tokens of each text to its end; the mask (B, 1, 1, T), or None."""
+    if tokens.dim() != 2 or not tokens.size(1):
+        found = f"got {tuple(tokens.shape)=}"
+        raise ValueError(f"prompts must be (B, T) with at least one token, {found}")
+    if mask is None:
+        return tokens, None
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be bool (True = real), got {mask.dtype=}")
+    if mask.numel() != tokens.numel():
+        shapes = f"{tuple(mask.shape)=}, {tuple(tokens.shape)=}"
+        raise ValueError(f"mask must say of each token if it is real, got {shapes}")
+    real = mask.reshape(tokens.shape)
+    if not real.any(-1).all():
+        rows = (~real.any(-1)).nonzero().flatten().tolist()
+        raise ValueError(f"each prompt needs a real token, got none in {rows=}")
+    order = real.int().sort(dim=-1, stable=True).indices
+    real = real.gather(-1, order)[:, None, None]
+    return tokens.gather(-1, order), None if real.all() else real
+
 # %% ../chapters/11_kv_cache.ipynb #StaticCache
 class StaticCache(KVCache):
     """Keep keys and values in storage that never moves, for a compiled step.
@@ -288,6 +310,26 @@ class StaticCache(KVCache):
     def rewind(self, n: int) -> None:
         super().rewind(n)
         self.filled.sub_(n)
+
+# %% ../chapters/11_kv_cache.ipynb #check_slots
+def check_slots(model: nn.Module, n_slots: int) -> None:
+    """Refuse layers to which hidden keys behind the last one make a difference."""
+    x = model.embedding.weight[:1, None].detach()
+
+    def some(q, k, v, mask, n_hidden):
+        k, v = (torch.cat((x, x.roll(1, -1)), -2) for x in (k, v))
+        real = torch.arange(2 + n_hidden, device=k.device) < 2
+        k, v = (F.pad(x, (0, 0, 0, n_hidden)) for x in (k, v))
+        return q, k, v, real[None, None, None]
+
+    for i, attn in enumerate(block.attn for block in model.blocks):
+        seen = [
+            attn(x, causal=True, prepare=lambda *qkv, n=n: some(*qkv, n))
+            for n in (0, n_slots - 2)
+        ]
+        if not torch.allclose(*seen, rtol=1e-3, atol=1e-3 * seen[0].abs().max().item()):
+            rule = "a compiled step needs layers that do not count from the last key"
+            raise ValueError(f"{rule}, as windows do: use compile=False, got block {i}")
 
 # %% ../chapters/11_kv_cache.ipynb #MovingCache
 class MovingCache(KVCache):

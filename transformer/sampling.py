@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .cache import KVCache, StaticCache, check_writer, read
+from .cache import (
+    KVCache,
+    StaticCache,
+    check_slots,
+    check_writer,
+    pad_left,
+    read,
+)
 from .grouped import check_counts
 
 # %% ../chapters/11_sampling.ipynb #check_filter
@@ -154,27 +161,6 @@ def sample(
     x = filter_logits(logits, temperature, top_k, top_p)
     return draw(x.double().softmax(-1), generator)
 
-# %% ../chapters/11_sampling.ipynb #pad_left
-def pad_left(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Move the real tokens of each text to its end; the mask (B, 1, 1, T), or None."""
-    if tokens.dim() != 2 or not tokens.size(1):
-        found = f"got {tuple(tokens.shape)=}"
-        raise ValueError(f"prompts must be (B, T) with at least one token, {found}")
-    if mask is None:
-        return tokens, None
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask must be bool (True = real), got {mask.dtype=}")
-    if mask.numel() != tokens.numel():
-        shapes = f"{tuple(mask.shape)=}, {tuple(tokens.shape)=}"
-        raise ValueError(f"mask must say of each token if it is real, got {shapes}")
-    real = mask.reshape(tokens.shape)
-    if not real.any(-1).all():
-        rows = (~real.any(-1)).nonzero().flatten().tolist()
-        raise ValueError(f"each prompt needs a real token, got none in {rows=}")
-    order = real.int().sort(dim=-1, stable=True).indices
-    real = real.gather(-1, order)[:, None, None]
-    return tokens.gather(-1, order), None if real.all() else real
-
 # %% ../chapters/11_sampling.ipynb #prefill
 def prefill(model, tokens, cache, *, mask=None, chunk=512, **context) -> Tensor:
     """Read a prompt into a cache, `chunk` tokens at a time; (B, V) logits."""
@@ -219,26 +205,6 @@ def compiled_step(model: nn.Module, cache: StaticCache, tokens: Tensor, context:
         step.__kwdefaults__ = read.__kwdefaults__
         steps[key] = torch.compile(step, fullgraph=True, dynamic=False)
     return steps[key]
-
-# %% ../chapters/11_sampling.ipynb #check_slots
-def check_slots(model: nn.Module, n_slots: int) -> None:
-    """Refuse layers to which hidden keys behind the last one make a difference."""
-    x = model.embedding.weight[:1, None].detach()
-
-    def some(q, k, v, mask, n_hidden):
-        k, v = (torch.cat((x, x.roll(1, -1)), -2) for x in (k, v))
-        real = torch.arange(2 + n_hidden, device=k.device) < 2
-        k, v = (F.pad(x, (0, 0, 0, n_hidden)) for x in (k, v))
-        return q, k, v, real[None, None, None]
-
-    for i, attn in enumerate(block.attn for block in model.blocks):
-        seen = [
-            attn(x, causal=True, prepare=lambda *qkv, n=n: some(*qkv, n))
-            for n in (0, n_slots - 2)
-        ]
-        if not torch.allclose(*seen, rtol=1e-3, atol=1e-3 * seen[0].abs().max().item()):
-            rule = "a compiled step needs layers that do not count from the last key"
-            raise ValueError(f"{rule}, as windows do: use compile=False, got block {i}")
 
 # %% ../chapters/11_sampling.ipynb #stream
 def stream(
