@@ -29,8 +29,8 @@ def check_finite(weight: Tensor) -> None:
 def round_rows(weight: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
     """Give each weight the nearest multiple of its row's scale.
 
-    Computes s = max |w| / (2^(b−1) − 1) and q = round(w / s), ties to even. Then
-    |w − q · s| ≤ s / 2 for each weight.
+    Computes s = max abs(w) / (2^(b−1) − 1) and q = round(w / s), ties to even. Then
+    abs(w − q · s) ≤ s / 2 for each weight.
 
     Args:
         weight: (..., C) finite floating-point numbers; a row is what shares a scale.
