@@ -64,6 +64,15 @@ def tiny_run(request, tmp_path_factory) -> tuple[dict, str]:
 
 
 @pytest.fixture
+def one_thread():
+    """Scratch space of kernels grows with the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def conform(pytestconfig) -> Conform:
     """`conform(component, column, actual, expected, reference=…, atol=…)`."""
     return Conform(pytestconfig.stash[FOUND])

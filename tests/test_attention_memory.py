@@ -10,6 +10,7 @@ from side_by_side import peak_bytes
 
 from transformer.attention import MultiHeadAttention, attention, fused_attention
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 each_device = pytest.mark.parametrize("device", DEVICES)
 each_pass = pytest.mark.parametrize("backward", [False, True])
 
@@ -52,15 +53,6 @@ def peaks(make, attend, backward, device, lengths, causal=False) -> list[int]:
         inputs = [x.detach().requires_grad_(backward) for x in inputs]
         found.append(peak_bytes(partial(run, attend, inputs, backward, causal), device))
     return found
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Scratch space of kernels grows with the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @each_device

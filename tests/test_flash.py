@@ -308,17 +308,9 @@ def peak(attend, t, backward=True, shapes=None, device="cpu", **how) -> int:
     return peak_bytes(call, device)
 
 
-@pytest.fixture
-def one_thread():
-    """Scratch space of kernels grows with the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @each_device
-def test_extra_memory_is_linear_from_1k_to_16k(one_thread, device):
+@pytest.mark.usefixtures("one_thread")
+def test_extra_memory_is_linear_from_1k_to_16k(device):
     lengths = 1024, 2048, 4096, 8192, 16384
     found = [peak(flash_attention, t, causal=True, device=device) for t in lengths]
     added = [b - a for a, b in itertools.pairwise(found)]
@@ -331,7 +323,8 @@ def test_extra_memory_is_linear_from_1k_to_16k(one_thread, device):
 
 @each_device
 @pytest.mark.parametrize("kind", ["padding", "triangle"])
-def test_mask_is_not_widened(one_thread, kind, device):
+@pytest.mark.usefixtures("one_thread")
+def test_mask_is_not_widened(kind, device):
     t = 4096
     mask = torch.ones(1, 1, 1, t, dtype=torch.bool, device=device)
     mask = mask if kind == "padding" else torch.ones_like(mask).expand(1, 1, t, t)
@@ -342,7 +335,8 @@ def test_mask_is_not_widened(one_thread, kind, device):
 
 @each_device
 @pytest.mark.parametrize("backward", [False, True])
-def test_shared_heads_are_not_copied(one_thread, backward, device):
+@pytest.mark.usefixtures("one_thread")
+def test_shared_heads_are_not_copied(backward, device):
     shapes = [(1, 16, 1, 64), (1, 1, 8192, 64), (1, 1, 8192, 64)]
     one_copy = 8192 * 64 * 4
     found = peak(flash_attention, 0, backward, shapes, device)

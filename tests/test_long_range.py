@@ -301,15 +301,6 @@ def test_refuses_what_attention_refuses():
         attend(q, k[:, :2], v[:, :2])
 
 
-@pytest.fixture
-def one_thread():
-    """Scratch space of kernels grows with the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.usefixtures("one_thread")
@@ -343,32 +334,6 @@ def test_block_shrinks_where_rows_are_long():
     with LargestMade(q, k) as watch:
         top_k_attention(2)(q, k, k)
     assert watch.most <= 4 * 2**22
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_vmap_equals_a_batch(masked):
-    q, k, v, upstream = make_inputs(*SHAPES["grouped"])
-    mask = make_mask(q, k, "any")
-    attend, more = top_k_attention(3), (mask,) if masked else ()
-    assert_close(torch.vmap(attend)(q, k, v, *more), attend(q, k, v, *more))
-
-    def loss(q, k, v, up, *more):
-        return (attend(q, k, v, *more) * up).sum()
-
-    slopes = torch.vmap(torch.func.grad(loss, (0, 1, 2)))(q, k, v, upstream, *more)
-    want = with_gradients(lambda *x: attend(*x, *more), [q, k, v], upstream)[1:]
-    assert_close(list(slopes), want)
-
-
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_meta_device_gives_the_shape(shape, kind):
-    q, k, v, _ = make_inputs(*SHAPES[shape])
-    mask = make_mask(q, k, kind)
-    want = top_k_attention(3)(q, k, v, mask)
-    mask = mask if mask is None else mask.to("meta")
-    got = top_k_attention(3)(*(x.to("meta") for x in (q, k, v)), mask)
-    assert got.device.type == "meta" and got.shape == want.shape
 
 
 @each_device

@@ -322,15 +322,6 @@ def test_one_token_at_a_time_equals_all_at_once():
 # --- cost ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def one_thread():
-    """Scratch space of kernels grows with the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def run(attend, inputs, mask, backward: bool):
     """Attend, and go back where asked."""
     out = attend(*inputs, mask)
@@ -402,34 +393,6 @@ def test_heads_laid_side_by_side_are_not_copied_whole():
 
 
 # --- torch's transformations ---------------------------------------------------------
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_vmap_equals_a_batch(masked):
-    q, k, v, upstream = make_inputs(*SHAPES["grouped"])
-    mask = make_mask(q, k, "any")
-    attend, more = window_attention(3), (mask,) if masked else ()
-    assert_close(torch.vmap(attend)(q, k, v, *more), attend(q, k, v, *more))
-
-    def loss(q, k, v, up, *more):
-        return (attend(q, k, v, *more) * up).sum()
-
-    slopes = torch.vmap(torch.func.grad(loss, (0, 1, 2)))(q, k, v, upstream, *more)
-    want = with_gradients(lambda *x: attend(*x, *more), [q, k, v], upstream)[1:]
-    assert_close(list(slopes), want)
-    over_q = torch.vmap(attend, in_dims=(0, None, None))
-    assert_close(over_q(q, k[0], v[0]), attend(q, k[0], v[0]))
-
-
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_meta_device_gives_the_shape(shape, kind):
-    q, k, v, _ = make_inputs(*SHAPES[shape])
-    mask = make_mask(q, k, kind)
-    want = window_attention(3)(q, k, v, mask)
-    mask = mask if mask is None else mask.to("meta")
-    got = window_attention(3)(*(x.to("meta") for x in (q, k, v)), mask)
-    assert got.device.type == "meta" and got.shape == want.shape
 
 
 @each_device
