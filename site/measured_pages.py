@@ -1,8 +1,8 @@
 """Sphinx extension: the tables of the status and conformance pages.
 
 They are made of site/measured/*.json, which `make test` writes and `make measured`
-accepts; nothing is executed. A page asks for its tables by a line ``% status`` or
-``% conformance``.
+accepts, and of site/cases.json; nothing is executed. A page asks for its tables by a
+line ``% status``, ``% conformance`` or ``% cases``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import notebook_pages
+import yaml
 from sphinx.application import Sphinx
 
 COLUMNS = {
@@ -298,6 +299,28 @@ def conformance(root: Path, link: Link) -> str:
     return f"{said}{conditions(measured['facts'])}.\n\n{text}"
 
 
+# --- faults that others reported ------------------------------------------------
+
+
+def case_row(case: dict, heads: list[str], home: str) -> str:
+    """The row of a fault: what it is, and the test that would catch it, with a link."""
+    path, _, name = case["test"].partition("::")
+    shown = element("code", re.sub("_", "_<wbr>", html.escape(name)))
+    test = element("a", shown, href=f"{home}/{path}")
+    return row(html.escape(case["title"]), heads, [str(case["case"]), test])
+
+
+def cases(root: Path, link: Link) -> str:
+    """The table of the faults that users of other code reported, as MyST."""
+    found = json.loads((root / "site" / "cases.json").read_text(encoding="utf-8"))
+    config = yaml.safe_load((root / "_config.yml").read_text(encoding="utf-8"))
+    place, heads = config["repository"], ["fault", "case", "test"]
+    home = f"{place['url']}/blob/{place['branch']}"
+    body = "".join(case_row(case, heads, home) for case in found)
+    caption = "Faults reported elsewhere, and the tests that would catch them"
+    return table(caption, heads, element("tbody", body), "cases")
+
+
 # --- Sphinx ----------------------------------------------------------------------
 
 
@@ -307,7 +330,8 @@ def on_source_read(app: Sphinx, docname: str, content: list[str]) -> None:
     def link(page: str) -> str:
         return app.builder.get_relative_uri(docname, page)
 
-    for name, make in (("status", status), ("conformance", conformance)):
+    pages = {"status": status, "conformance": conformance, "cases": cases}
+    for name, make in pages.items():
         line = f"% {name}\n"
         if line in content[0]:
             text = make(Path(app.srcdir), link)

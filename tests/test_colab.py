@@ -170,7 +170,7 @@ def longest_cell() -> str:
     return max(cells, key=lambda cell: len(checks.split_carriers(cell)[0]))
 
 
-def test_what_colab_has_stays_as_it_is(machine):
+def test_case_49_what_colab_has_stays_as_it_is(machine):
     packages, run = machine
     for name, version in {**COLAB, **REST}.items():
         metadata(packages, name, version)

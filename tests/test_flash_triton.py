@@ -58,7 +58,7 @@ def said(before: str) -> str:
 
 
 @pytest.mark.parametrize("before", [HIDDEN, OLD], ids=["hidden", "old"])
-def test_package_works_without_triton_and_says_why_the_kernel_does_not(before):
+def test_case_27_package_works_without_triton_and_says_why_the_kernel_does_not(before):
     words = said(before)
     assert words.startswith("triton_attention cannot run: it needs Triton 3.5 or newer")
     assert words.count("\n") == 1

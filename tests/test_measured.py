@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -512,3 +514,41 @@ def test_counts_of_cells_are_those_that_nbval_compares(tmp_path):
     cells += [code("time()", "c", "nbval-ignore-output", prints="0.1\n")]
     found = check_notebook.counts(write_notebook(notebook(*cells), path))
     assert found == {"cells": 3, "compared": 1, "ignored": 1}
+
+
+# --- faults that others reported ----------------------------------------------------
+
+
+CASES = json.loads((ROOT / "site" / "cases.json").read_text(encoding="utf-8"))
+
+
+def test_each_reported_fault_is_listed_once_with_a_title_of_its_own():
+    assert [case["case"] for case in CASES] == [*range(1, 50), 51, 52]
+    titles = [case["title"] for case in CASES]
+    assert len(set(titles)) == len(titles) and all(len(t) < 60 for t in titles)
+
+
+def test_each_reported_fault_has_a_test_that_is_collected_and_bears_its_number():
+    wanted = [case["test"] for case in CASES]
+    files = sorted({test.partition("::")[0] for test in wanted})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-k", "case"]
+    known = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [*command, *files], cwd=ROOT, env=known, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    collected = {line.partition("[")[0] for line in done.stdout.splitlines()}
+    assert [test for test in wanted if test not in collected] == []
+    numbers = [int(re.search(r"::test_case_(\d\d)_", test)[1]) for test in wanted]
+    assert numbers == [case["case"] for case in CASES]
+
+
+def test_cases_are_shown_with_links_to_their_tests(book):
+    shown = [{"case": 7, "title": "One & all", "test": "tests/test_x.py::test_case_07"}]
+    measured.write(book / "site" / "cases.json", shown)
+    config = "repository: {url: https://host/owner/name, branch: trunk}\n"
+    (book / "_config.yml").write_text(config, encoding="utf-8")
+    found = BeautifulSoup(measured_pages.cases(book, link), "html.parser")
+    assert rows(found)[1:] == [["One & all", "7", "test_ case_ 07"]]
+    address = "https://host/owner/name/blob/trunk/tests/test_x.py"
+    assert [a["href"] for a in found.find_all("a")] == [address]

@@ -97,13 +97,13 @@ def alter(nb: dict, name: str, old: str, new: str) -> None:
     found.update(json.loads(text.replace(old, new)))
 
 
-def test_noise_passes_twice(stored, tmp_path):
+def test_case_46_noise_passes_twice(stored, tmp_path):
     nb = checks.read(stored)
     assert failing_cells(nb, tmp_path) == []
     assert failing_cells(nb, tmp_path) == []
 
 
-def test_what_another_machine_changes_passes(stored, tmp_path):
+def test_case_46_what_another_machine_changes_passes(stored, tmp_path):
     nb = checks.read(stored)
     svg = output(nb, "image")["data"]["image/svg+xml"]
     text = "".join(svg)
@@ -118,7 +118,7 @@ def test_what_another_machine_changes_passes(stored, tmp_path):
     assert failing_cells(nb, tmp_path) == []
 
 
-def test_every_real_change_fails(stored, tmp_path):
+def test_case_46_every_real_change_fails(stored, tmp_path):
     nb = checks.read(stored)
     alter(nb, "loss", "0.3333", "0.3334")
     alter(nb, "digits", "0.3333333333333333", "0.3333333433333333")

@@ -276,7 +276,7 @@ def test_refuses_what_attention_refuses():
 # --- case 29: off by one -------------------------------------------------------------
 
 
-def test_window_counts_the_query_itself():
+def test_case_29_window_counts_the_query_itself():
     assert window_mask(6, 6, 3).sum(1).tolist() == [1, 2, 3, 3, 3, 3]
     assert window_mask(3, 6, 3).sum(1).tolist() == [3, 3, 3]
     assert window_mask(6, 3, 2).sum(1).tolist() == [0, 0, 0, 1, 2, 2]
@@ -284,7 +284,7 @@ def test_window_counts_the_query_itself():
 
 @each_device
 @pytest.mark.parametrize("window", [1, 3, 128, 140])
-def test_key_at_the_edge_counts_and_the_one_before_does_not(window, device):
+def test_case_29_key_at_the_edge_counts_and_the_one_before_does_not(window, device):
     q, k, v, _ = make_inputs((1, 1, 300, 8), (1, 1, 300, 8), 8, device=device)
     attend, i = window_attention(window), 290
     before = attend(q, k, v)[0, 0, i]
@@ -296,13 +296,13 @@ def test_key_at_the_edge_counts_and_the_one_before_does_not(window, device):
         assert after.equal(before) != moves
 
 
-def test_window_of_one_gives_the_values():
+def test_case_29_window_of_one_gives_the_values():
     q, k, v, _ = make_inputs((2, 4, 300, 8), (2, 2, 300, 8), 6)
     assert_close(window_attention(1)(q, k, v), v.repeat_interleave(2, 1))
 
 
 @pytest.mark.parametrize("window", [140, 141, 10**9])
-def test_window_that_holds_everything_is_causal_attention(window):
+def test_case_29_window_that_holds_everything_is_causal_attention(window):
     q, k, v, _ = make_inputs((2, 2, 140, 8), (2, 2, 140, 8), 8)
     assert window_mask(140, 140, window).equal(window_mask(140, 140, 140))
     got = window_attention(window)(q, k, v)

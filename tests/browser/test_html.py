@@ -92,7 +92,7 @@ def colab_links(page: BeautifulSoup) -> set[str]:
     return {link for link in links if "colab" in link}
 
 
-def test_colab_button_opens_the_committed_notebook(book, page_path):
+def test_case_48_colab_button_opens_the_committed_notebook(book, page_path):
     links = colab_links(soup(book / page_path))
     source = page_path.removesuffix(".html") + ".ipynb"
     if not (ROOT / source).is_file():
@@ -113,7 +113,7 @@ def views(path: Path) -> int:
     return sum(VIEW in output.get("data", {}) for output in outputs)
 
 
-def test_each_widget_is_a_figure_whose_frames_have_words(book):
+def test_case_47_each_widget_is_a_figure_whose_frames_have_words(book):
     for source in ROOT.glob("chapters/*.ipynb"):
         page = book / "chapters" / f"{source.stem}.html"
         if not page.is_file():  # not in the book yet

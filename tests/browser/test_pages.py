@@ -169,7 +169,7 @@ def test_every_slider_moves_its_figure(opened):
     assert opened.wrong == []
 
 
-def test_figure_shows_its_first_state_without_scripts(browser, address):
+def test_case_47_figure_shows_its_first_state_without_scripts(browser, address):
     quiet = Watched(browser, address, java_script_enabled=False)
     for path in filter(has_figure, pages()):
         figure = quiet.open(path).locator(".explore").first

@@ -105,7 +105,7 @@ def test_products_on_9_0_are_wgmma(name, d, dtype):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_no_sum_is_atomic_and_float32_is_not_tf32(name):
+def test_case_26_no_sum_is_atomic_and_float32_is_not_tf32(name):
     single = compiled(name, TARGETS["8.0"], torch.float32, 64)
     half = compiled(name, TARGETS["9.0"], torch.bfloat16, 64)
     for kernel in (single, half):
@@ -122,7 +122,7 @@ def test_smaller_gpus_get_tiles_that_fit(name, target, dtype, d):
     assert found["shared"] <= SHARED[target]
 
 
-def test_addresses_are_64_bits_wide():
+def test_case_25_addresses_are_64_bits_wide():
     text = compiled("forward_kernel", TARGETS["8.0"], torch.float16, 64).asm["ttir"]
     strides = [line for line in text.splitlines() if "arith.muli" in line]
     assert any("tensor<64x1xi64>" in line for line in strides)

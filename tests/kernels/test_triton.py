@@ -262,7 +262,7 @@ def test_backward_honours_what_forward_does_not_hide(blocks):
     assert not v_grads[False].allclose(v_grads[True])
 
 
-def test_two_runs_give_the_same_bits(blocks):
+def test_case_26_two_runs_give_the_same_bits(blocks):
     blocks(Tile(32, 32, 4, 1))
     size, dtype = (2048, torch.bfloat16) if GPU else (70, torch.float32)
     inputs, upstream = example(size, size, 64, 64, 1, dtype)
@@ -360,7 +360,7 @@ def test_refusals_are_one_line():
 
 
 @pytest.mark.skipif(not GPU, reason="7 GB of a GPU's memory")
-def test_batch_further_away_than_32_bits_reach():
+def test_case_25_batch_further_away_than_32_bits_reach():
     if torch.cuda.mem_get_info()[0] < 9 * 2**30:
         pytest.skip("less than 9 GB of memory are free")
     stride = 1_200_000_000
@@ -375,7 +375,7 @@ def test_batch_further_away_than_32_bits_reach():
 
 
 @pytest.mark.skipif(not GPU, reason="70,000 programs are too many for the interpreter")
-def test_more_heads_than_a_grid_is_wide():
+def test_case_25_more_heads_than_a_grid_is_wide():
     q = draw(70_000, 1, 16, 16, dtype=torch.float16)
     got = triton_attention(q, q, q)
     assert_close(got[-1:], triton_attention(q[-1:], q[-1:], q[-1:]), rtol=0, atol=0)
