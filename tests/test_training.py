@@ -98,6 +98,12 @@ def test_cosine_without_warmup_is_that_of_torch():
         theirs.step()
 
 
+def test_peak_is_reached_exactly():  # 3.8… * 19 / 19 is more than 3.8…
+    for peak in (3.8023270340437403, 0.1, 1e-3):
+        rates = [warmup_cosine(n, n, n, peak) for n in range(1, 200)]
+        assert {*rates} == {peak}
+
+
 @pytest.mark.parametrize(
     "call, error",
     [

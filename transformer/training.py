@@ -157,7 +157,7 @@ def warmup_cosine(
         raise ValueError(f"warmup must not exceed steps, got {warmup=}, {steps=}")
     top = max(warmup, 1)
     if step <= top:
-        return peak * step / top
+        return peak * (step / top)  # exactly the peak at last, never more
     t = min(1.0, (step - top) / max(1, steps - top))
     return floor + (peak - floor) * (1 + math.cos(math.pi * t)) / 2
 
