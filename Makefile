@@ -6,7 +6,7 @@ RUN = .venv/bin/python
 export TORCH
 
 .DEFAULT_GOAL = help
-.PHONY: book test test-gpu measured run experiments export bench serve clean help
+.PHONY: book test test-gpu measured fuzz run experiments export bench serve clean help
 .PHONY: python book-environment test-environment bench-environment
 
 book: book-environment ## build the site from the stored outputs, print where it lies
@@ -20,6 +20,9 @@ test-gpu: python ## the same tests and notebooks on CUDA, with the Python at han
 
 measured: test-environment ## accept what the last `make test` measured, for the book
 	@$(RUN) tools/measured.py accept
+
+fuzz: test-environment ## read 10,000 damaged files of each format; count what is said
+	@OMP_NUM_THREADS=1 $(RUN) tests/fuzz.py
 
 run: test-environment ## execute NB=chapters/x.ipynb in place (default: all)
 	@$(RUN) tools/run_notebooks.py $(NB)

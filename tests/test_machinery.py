@@ -17,7 +17,7 @@ from small_notebooks import COLAB, ROOT, code, notebook
 # --- make ----------------------------------------------------------------------
 
 
-TARGETS = "book test test-gpu measured run experiments export bench".split()
+TARGETS = "book test test-gpu measured fuzz run experiments export bench".split()
 TARGETS += ["serve", "clean", "help"]
 
 

@@ -198,15 +198,26 @@ def check_facts(what: str, stored: dict[str, str], here: dict[str, str]) -> None
     }
     for kind, names in kinds.items():
         names[3:] = [f"{len(names) - 3} more"] if len(names) > 3 else []
-        kinds[kind] = f"{kind}: {', '.join(names)}" if names else ""
+        shown = ", ".join(f"{name!s:.150}" for name in names)
+        kinds[kind] = f"{kind}: {shown}" if names else ""
     if faults := "; ".join(filter(None, kinds.values())):
         raise ValueError(f"the checkpoint must be of the {what} here, got {faults}")
 
 # %% ../chapters/09_checkpoints.ipynb #model_facts
+def is_group(group) -> bool:
+    """Whether this describes a group of parameters."""
+    match group:
+        case {"names": [*names], "options": dict()}:
+            return all(isinstance(name, str) for name in names)
+    return False
+
+
 def check_origin(found: Checkpoint) -> None:
     """Refuse a state that another function wrote."""
-    match found.state:
-        case {"tied": dict(), "optimizer": None | {"kind": str(), "groups": [*_]}}:
+    optimizer = found.state.get("optimizer", "not told")
+    none = {"kind": "none", "groups": []}
+    match found.state.get("tied"), none if optimizer is None else optimizer:
+        case dict(), {"kind": str(), "groups": [*groups]} if all(map(is_group, groups)):
             return
     raise ValueError(f"{found.path.name} was not written by save_checkpoint")
 

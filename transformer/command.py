@@ -16,9 +16,10 @@ from typing import NoReturn
 import torch
 
 from .checkpoint import load_checkpoint
-from .data import BytePairTokenizer, ByteTokenizer, batches
+from .data import BytePairTokenizer, ByteTokenizer, batches, write_whole
 from .model import LanguageModel, count_parameters
 from .sources import text
+from .storage import newest_checkpoint
 from .training import Recipe, evaluate, small_decoder, train
 
 # %% ../chapters/09_language_model.ipynb #read_text
@@ -54,6 +55,32 @@ def make_tokenizer(words: str, known: str) -> ByteTokenizer:
     rule = "--tokenizer must be bytes, a number from 257, or a tokenizer.json"
     raise ValueError(f"{rule}, got {words!r}")
 
+# %% ../chapters/09_language_model.ipynb #read_run
+def read_run(folder: Path) -> dict:
+    """What a run is made from, as `claim_folder` wrote it."""
+    path = folder / "run.json"
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        run = None
+    match run:
+        case {"shape": {"d_model": int(d_model), "n_heads": int(n_heads), **others}}:
+            known = others.keys() == {"n_layers", "vocab_size"}
+            if known and n_heads > 0 and d_model % (2 * n_heads) == 0:
+                return run
+    raise ValueError(f"{path} is not what transformer-train wrote")
+
+
+def check_shape(shape: dict[str, int], tensors: dict[str, torch.Tensor]) -> None:
+    """Refuse sizes that are not those of a checkpoint."""
+    table = tensors.get("model/embedding.weight", torch.empty(0))
+    layers = re.compile(r"model/.*attn\.qkv\.weight")
+    there = [sum(map(bool, map(layers.fullmatch, tensors))), *table.shape]
+    here = [shape["n_layers"], shape["vocab_size"], shape["d_model"]]
+    if here != there:
+        rule = "run.json must have the layers, tokens and width of its checkpoint"
+        raise ValueError(f"{rule}, got {here!s:.80}, there {there}")
+
 # %% ../chapters/09_language_model.ipynb #claim_folder
 def claim_folder(folder: Path, run: dict, tokenizer: ByteTokenizer) -> None:
     """Write down what a run is made from, or see that it is the one of this folder."""
@@ -61,7 +88,7 @@ def claim_folder(folder: Path, run: dict, tokenizer: ByteTokenizer) -> None:
         raise ValueError(f"--out must be a folder, got {str(folder)!r}")
     path = folder / "run.json"
     if path.exists():
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_run(folder)
         for name in run.keys() | stored.keys():
             if run.get(name) != stored.get(name):
                 found = f"{name}={run.get(name)}, there {stored.get(name)}"
@@ -72,7 +99,7 @@ def claim_folder(folder: Path, run: dict, tokenizer: ByteTokenizer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(tokenizer, BytePairTokenizer):
         tokenizer.save(folder / "tokenizer.json")
-    path.write_text(json.dumps(run, indent=1), encoding="utf-8")
+    write_whole(path, json.dumps(run, indent=1))
 
 # %% ../chapters/09_language_model.ipynb #load_run
 def load_run(folder: str | Path) -> tuple[LanguageModel, ByteTokenizer]:
@@ -87,10 +114,11 @@ def load_run(folder: str | Path) -> tuple[LanguageModel, ByteTokenizer]:
 
     Raises:
         FileNotFoundError: There is no run, or no checkpoint yet.
-        ValueError: No checkpoint is as it was written.
+        ValueError: No checkpoint is as it was written, or run.json is another run's.
     """
     folder = Path(folder)
-    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    run = read_run(folder)
+    check_shape(run["shape"], newest_checkpoint(folder).tensors)
     path = folder / "tokenizer.json"
     tokenizer = BytePairTokenizer.load(path) if path.exists() else ByteTokenizer()
     with torch.random.fork_rng(devices=[]):  # what is drawn is not kept

@@ -41,7 +41,7 @@ def check_specials(names: Iterable[str]) -> list[str]:
     """The special tokens as a list, if each stands once and has no white space."""
     names = [*map(check_text, [names] if isinstance(names, str) else names)]
     if len({*names}) < len(names) or any(name.split() != [name] for name in names):
-        raise ValueError(f"special tokens must be words that differ, got {names}")
+        raise ValueError(f"special tokens must be words that differ, got {names!s:.80}")
     return names
 
 # %% ../chapters/09_data.ipynb #check_ids
@@ -49,7 +49,9 @@ def check_ids(ids: Iterable[int], vocab_size: int, name: str = "ids") -> list[in
     """The ids as a list, if each is one of the vocabulary."""
     ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
     if wrong := [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]:
-        raise ValueError(f"{name} must be in 0 … {vocab_size - 1}, got {wrong[0]!r}")
+        raise ValueError(
+            f"{name} must be in 0 … {vocab_size - 1}, got {wrong[0]!r:.80}"
+        )
     return ids
 
 # %% ../chapters/09_data.ipynb #ByteTokenizer
@@ -145,10 +147,11 @@ def check_vocab(vocab: dict[str, int], merges: list, specials: list[str]) -> Non
     made = {*byte_symbols(), *map("".join, merges)} - {""}
     if odd := (vocab.keys() ^ (made | {*specials})) | (made & {*specials}):
         rule = "tokens must be the 256 bytes, what is merged, and special ones, apart"
-        raise ValueError(f"{rule}, got {min(odd)!r}")
+        raise ValueError(f"{rule}, got {min(odd)!r:.80}")
     bad = [pair for pair in merges if len(pair) != 2 or not {*pair} <= made]
     if bad or len({*merges}) < len(merges):
-        raise ValueError(f"merges must be pairs that differ, got {bad[:1] or 'a copy'}")
+        found = f"got {bad[:1] or 'a copy'!s:.80}"
+        raise ValueError(f"merges must be pairs that differ, {found}")
 
 # %% ../chapters/09_data.ipynb #library
 def library():
@@ -215,6 +218,18 @@ def tokenizer_json(vocab: dict, merges: list, specials: Iterable[str]) -> str:
     core = engine(vocab, merges)
     core.add_special_tokens([*specials])
     return core.to_str(pretty=True)
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a file of text whole or not at all."""
+    path = Path(path)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 # %% ../chapters/09_data.ipynb #read_saved
 def read_saved(path: str | Path, make: type):
@@ -319,8 +334,7 @@ class BytePairTokenizer(ByteTokenizer):
 
     def save(self, path: str | Path) -> None:
         """Write a tokenizer.json, which `tokenizers` and `transformers` read too."""
-        written = tokenizer_json(self.vocab, self.merges, self.specials)
-        Path(path).write_text(written, encoding="utf-8")
+        write_whole(path, tokenizer_json(self.vocab, self.merges, self.specials))
 
 # %% ../chapters/09_data.ipynb #chunks
 def chunks(file: TextIO, n_chars: int = 1 << 20) -> Iterator[str]:

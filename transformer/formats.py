@@ -88,20 +88,20 @@ def is_count(value) -> bool:
 def add(file: MappedFile, name, kind, shape: list, begin: int, n_bytes: int) -> None:
     """Note a place that fits its file; n_bytes of -1: as many as the shape needs."""
     if kind not in BLOCKS:
-        rule = f"{name} of {kind}; supported are {', '.join(BLOCKS)}"
+        rule = f"{name:.80} of {kind:.80}; supported are {', '.join(BLOCKS)}"
         raise file.fault(f"has numbers of a kind that is not supported: {rule}")
     block, size = BLOCKS[kind]
     good = all(map(is_count, [begin, *shape])) and len(shape) <= 64
     if not good or not is_count(math.prod(max(n, 1) for n in shape)):
-        raise file.fault(f"has an absurd shape or offset: {name} {shape!s:.80}")
+        raise file.fault(f"has an absurd shape or offset: {name:.80} {shape!s:.80}")
     needs = math.prod(shape) // block * size
-    found = f"{name} {shape} of {kind} needs {needs} bytes at byte {begin}"
+    found = f"{name:.80} {shape} of {kind} needs {needs} bytes at byte {begin}"
     if (shape or [1])[-1] % block or n_bytes not in (-1, needs):
         raise file.fault(f"has a shape that does not fit its bytes: {found}")
     if begin + needs > len(file.memory):
         raise file.fault(f"is cut short or damaged: {found} of {len(file.memory)}")
     if name in file.places:
-        raise file.fault(f"has a name twice: {name}")
+        raise file.fault(f"has a name twice: {name:.80}")
     where = file.raw, begin, begin + needs, file.memory
     file.places[name] = Place(kind, tuple(shape), *where)
 
@@ -148,7 +148,9 @@ def read_safetensors(path: Path) -> tuple[dict[str, Place], dict]:
             case {"dtype": kind, "shape": [*shape], "data_offsets": [int(a), int(b)]}:
                 add(file, name, str(kind), shape, file.at + a, b - a)
             case _:
-                raise file.fault(f"has a bad entry in its table: {name} {entry!s:.80}")
+                raise file.fault(
+                    f"has a bad entry in its table: {name:.80} {entry!s:.80}"
+                )
     check_tiles(file, file.at, 1)
     return file.places, metadata
 
@@ -256,7 +258,9 @@ def read_ctranslate2(path: Path) -> tuple[dict[str, Place], dict]:
     for _ in range(file.number("I")):
         alias, name = file.text("H"), file.text("H")
         if alias in file.places or name not in file.places:
-            raise file.fault(f"has an alias of nothing, or taken: {alias} of {name}")
+            raise file.fault(
+                f"has an alias of nothing, or taken: {alias:.80} of {name:.80}"
+            )
         aliases[alias], file.places[alias] = name, file.places[name]
     if surplus := len(file.memory) - file.at:
         raise file.fault(f"has {surplus} bytes after its last tensor")

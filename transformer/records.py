@@ -168,11 +168,11 @@ def _read_record(path: Path, expected_hash: str) -> dict:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         digest = record.pop("digest")
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         refuse("is not a whole JSON file")
     if digest != hashlib.sha256(_canonical(record).encode("utf-8")).hexdigest():
         refuse("was edited (its digest does not fit)")
-    if record["hash"] != expected_hash:
+    if record.get("hash") != expected_hash:
         refuse("is stale (its experiment has changed)")
     return record
 
@@ -183,8 +183,12 @@ def _write_record(path: Path, record: dict) -> None:
     body = json.dumps({**record, "digest": digest}, indent=1, ensure_ascii=False)
     path.parent.mkdir(exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(body + "\n", encoding="utf-8", newline="\n")
-    part.replace(path)
+    try:
+        part.write_text(body + "\n", encoding="utf-8", newline="\n")
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 # %% ../chapters/00_records.ipynb #_deviation
 def _deviation(now, then, at: str = "") -> str | None:

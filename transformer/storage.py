@@ -167,7 +167,7 @@ def read_state(path: Path) -> dict:
     if found != digest(state):
         raise ValueError(f"{path.name} is not as it was written (its digest differs)")
     if state.get("format") != FORMAT:
-        found = f"got {state.get('format')!r}"
+        found = f"got {state.get('format')!r:.80}"
         raise ValueError(f"{path.name} must have the format {FORMAT!r}, {found}")
     match state.get("tensors"):
         case {"bytes": int(), "sha256": str()}:

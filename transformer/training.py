@@ -368,10 +368,18 @@ def read_log(path: str | Path) -> list[dict]:
     Returns:
         A dictionary for each step: step; tokens, its real labels; loss in nats per
         label; norm, the gradient's length before clipping; rate; seconds.
+
+    Raises:
+        ValueError: The file is not such a log.
     """
-    text = Path(path).read_text(encoding="utf-8").rpartition("\n")[0]
-    found = csv.DictReader(text.splitlines())
-    return [{name: kind(row[name]) for name, kind in COLUMNS.items()} for row in found]
+    text = Path(path).read_bytes().rpartition(b"\n")[0]
+    try:
+        found = csv.DictReader(str(text, "utf-8").splitlines())
+        kinds = COLUMNS.items()
+        return [{name: kind(row[name]) for name, kind in kinds} for row in found]
+    except (ValueError, KeyError, TypeError, csv.Error):
+        rule = f"must have a number for each of {', '.join(COLUMNS)} in a line"
+        raise ValueError(f"{path} {rule}") from None
 
 # %% ../chapters/09_training.ipynb #write_row
 def write_row(folder: Path | None, row: dict, mode: str = "a") -> None:
