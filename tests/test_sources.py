@@ -15,7 +15,14 @@ import numpy
 import pytest
 
 from transformer import sources
-from transformer.sources import CARRIERS, images, sentence_pairs, text, weights_path
+from transformer.sources import (
+    CARRIERS,
+    images,
+    recording,
+    sentence_pairs,
+    text,
+    weights_path,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 READ = {
@@ -23,6 +30,7 @@ READ = {
     "text": text,
     "pairs": sentence_pairs,
     "images": images,
+    "speech": recording,
 }
 
 
