@@ -34,10 +34,12 @@ from transformer.sampling import generate
 
 SEED, PROMPT = 0, 32
 EAGER, COMPILED, INT8 = "ours, eager", "ours, compiled", "ours, compiled, int8"
+INT4 = "ours, compiled, int4"
 THEIRS, STATIC = "transformers", "transformers, static"
 STATIC_COMPILED = "transformers, static, compiled"
 CT2, CT2_INT8 = "CTranslate2", "CTranslate2, int8"
-ROUNDED = (INT8, CT2_INT8)  # need not give the same tokens
+BITS = {INT8: 8, INT4: 4, CT2_INT8: 8}  # these need not give the same tokens
+PAUSE = 0.3  # seconds in which the threads of the one before go to sleep
 AIMS = {  # times the speed of transformers' default, two threads
     "12M": {COMPILED: 3.5, INT8: 5.0, EAGER: 1.9},
     "124M": {COMPILED: 1.8, INT8: 3.3, EAGER: 1.7},
@@ -87,7 +89,8 @@ NEW = {"full": 64, "tiny": 8}  # tokens to write
 def draw(shape: Shape) -> GPT2LMHeadModel:
     """A model of transformers whose next token is not always the one before.
 
-    Rows have length about 1, so that the layers outweigh the embedding.
+    Rows have length about 1, so that the layers outweigh the embedding, and those of
+    positions 8, so that more than a few tokens are written.
     """
     torch.manual_seed(SEED)
     sizes = {"n_layer": shape.n_layers, "n_embd": shape.d_model}
@@ -97,7 +100,7 @@ def draw(shape: Shape) -> GPT2LMHeadModel:
     for name, x in model.named_parameters():
         if x.dim() == 2:  # theirs are (in, out), the tables (tokens, features)
             n = x.size(1) if "wte" in name or "wpe" in name else x.size(0)
-            nn.init.normal_(x, std=n**-0.5)
+            nn.init.normal_(x, std=(8 if "wpe" in name else 1) * n**-0.5)
     return model
 
 
@@ -204,9 +207,10 @@ def contenders(at: Setting, case: Case) -> dict[str, Callable[[], Tensor]]:
     fast = quantize(deepcopy(at.ours), 32)
     runs = {THEIRS: partial(run_theirs, at), EAGER: partial(run_ours, fast, at)}
     if case.compiled:
-        small = quantize(deepcopy(at.ours), 8)
         runs[COMPILED] = partial(run_ours, fast, at, True)
-        runs[INT8] = partial(run_ours, small, at, True)
+        for name in (INT8, INT4):
+            small = quantize(deepcopy(at.ours), BITS[name], group=32)
+            runs[name] = partial(run_ours, small, at, True)
         runs[STATIC] = partial(run_theirs, at, "static")
         if case.threads > 1 or case.model == "tiny":
             runs[STATIC_COMPILED] = partial(run_theirs, at, "static", True)
@@ -258,7 +262,7 @@ def same_tokens(runs: dict, wanted: Tensor) -> dict[str, float]:
     for name, run in runs.items():
         found = run()
         same = (found == wanted).int().cumprod(1).float().mean().item()
-        if name not in ROUNDED and same < 1:
+        if name not in BITS and same < 1:
             raise AssertionError(f"{name} computes something else: {same:.2f} the same")
         shares[name] = round(same, 3)
     return shares
@@ -274,13 +278,14 @@ def measure(case: Case, rounds: int, n_new: int) -> dict:
     at, tokens, margin, apart = choose_prompt(theirs, model, shape, case.batch, n_new)
     runs = contenders(at, case)
     shares = same_tokens(runs, tokens)  # compiles
-    seconds = side_by_side.interleave(runs, rounds, "wall time", warm_up=0)
+    how = {"warm_up": 0, "pause": PAUSE}
+    seconds = side_by_side.interleave(runs, rounds, "wall time", **how)
     rounded = {name: [round(s, 6) for s in list_] for name, list_ in seconds.items()}
     row = case._asdict() | {"n_new": n_new, "rounds": rounds, "seconds": rounded}
     row |= {"same": shares, "margin": margin, "apart": apart}
     row["distinct"] = len(set(tokens.flatten().tolist()))
-    row["bytes"] = {b: bytes_read(quantize(deepcopy(model), b)) for b in (32, 8)}
-    row["bytes"] = {str(b): n for b, n in row["bytes"].items()}
+    made = {b: quantize(deepcopy(model), b, group=32) for b in (32, 8, 4)}
+    row["bytes"] = {str(b): bytes_read(one) for b, one in made.items()}
     print(*case, {n: f"{speed(row, n):.2f}" for n in rounded}, flush=True)
     return row
 
@@ -321,7 +326,7 @@ def line(row: dict, name: str, bandwidth: float) -> list[str]:
     """One contender as cells."""
     seconds = row["seconds"][name]
     a_token = statistics.median(seconds) / row["n_new"]
-    n_bytes = row["bytes"]["8" if name in ROUNDED else "32"]
+    n_bytes = row["bytes"][str(BITS.get(name, 32))]
     against = "1" if name == THEIRS else str(Ratio(row["seconds"][THEIRS], seconds))
     share = f"{100 * n_bytes / a_token / bandwidth:.0f} %"
     same = f"{100 * row['same'][name]:.0f} %"
@@ -341,7 +346,17 @@ def section(row: dict, found: dict) -> str:
         f"programs; {row['distinct']} different tokens are written. Memory gives "
         f"{bandwidth / 1e9:.0f} GB/s."
     )
-    order = [EAGER, COMPILED, INT8, THEIRS, STATIC, STATIC_COMPILED, CT2, CT2_INT8]
+    order = [
+        EAGER,
+        COMPILED,
+        INT8,
+        INT4,
+        THEIRS,
+        STATIC,
+        STATIC_COMPILED,
+        CT2,
+        CT2_INT8,
+    ]
     lines = [line(row, name, bandwidth) for name in order if name in row["seconds"]]
     head = ["contender", "ms a token", "times transformers' speed"]
     head += ["share of bandwidth", "same tokens"]
@@ -385,11 +400,12 @@ def page(found: dict, device: str) -> str:
         "manner of GPT-2. Where no weight is rounded, all wrote the same tokens before "
         "anything was timed. In each round the time of `transformers` with its "
         "default cache in float32 is divided by a contender's: median, and in brackets "
-        "the quartiles; above 1 is faster. The share of the bandwidth counts weights "
-        "only: what a token reads, divided by its time and by what a sum over 256 MiB "
-        "reads in a second. The last column counts tokens up to the first that "
-        "differs. Random weights say little about what rounding does to a text: "
-        "chapter 11 measures that."
+        f"the quartiles; above 1 is faster. {PAUSE} seconds pass between two, since "
+        "threads of some go on waiting busily after their work. The share of the "
+        "bandwidth counts weights only: what a token reads, divided by its time and by "
+        "what a sum over 256 MiB reads in a second. The last column counts tokens up "
+        "to the first that differs. Random weights say little about what rounding "
+        "does to a text: chapter 11 measures that."
     )
     parts = ["## Greedy decoding on the CPU", side_by_side.describe(found), said]
     parts += [aims(found["rows"])]

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import time
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from attention_oracle import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from transformer import quantize as own
 from transformer.attention import MultiHeadAttention
 from transformer.blocks import PreNormBlock
 from transformer.feedforward import FeedForward, GatedFeedForward
@@ -228,6 +231,39 @@ def test_one_row_of_integers_is_the_same_product(kind):
         return
     x = torch.randn(64)
     assert_close(layer.multiply(x) + layer.bias, layer(x))
+
+
+@pytest.mark.parametrize("slow", ["slabs", "whole"])
+def test_one_row_takes_the_faster_of_two_products(slow, monkeypatch):
+    slabs, whole = own.slab_rows, F.linear
+
+    def late(way):
+        def run(*arguments):
+            time.sleep(0.01)
+            return way(*arguments)
+
+        return run
+
+    own.slabs_win.cache_clear()
+    monkeypatch.setattr(own, "slab_rows", late(slabs) if slow == "slabs" else slabs)
+    monkeypatch.setattr(F, "linear", late(whole) if slow == "whole" else whole)
+    assert own.slabs_win(torch.get_num_threads()) == (slow == "whole")
+    weight = nn.Parameter(torch.randn(7, 6))
+    x = torch.randn(1, 6)
+    assert_close(FloatLinear(weight)(x), x @ weight.mT)
+    own.slabs_win.cache_clear()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [4, 8, 16, 32])
+def test_a_compiler_computes_the_input_once_not_once_for_each_row(bits):
+    torch.compiler.reset()
+    layer = layers()[1][{8: 0, 4: 1, 32: 2, 16: 3}[bits]]
+    step = torch.compile(lambda x: layer(torch.erf(x)), fullgraph=True)
+    _, codes = run_and_get_code(step, torch.randn(1, 64))
+    before, *loops = codes[0].split(f"static_cast<int64_t>({layer.out_features}L)")
+    assert "erf(" in before and loops
+    assert not any("erf(" in loop for loop in loops)
 
 
 @pytest.mark.parametrize("n_rows", [1, 100, 101, 4097])

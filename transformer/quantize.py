@@ -7,7 +7,8 @@ __all__ = ['round_rows', 'BFloat16Linear', 'Int8Linear', 'Int4Linear', 'FloatLin
 
 # %% ../chapters/11_quantization.ipynb #imports
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
+from timeit import repeat
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,14 @@ def is_one_row(x: Tensor) -> bool:
     return x.numel() == x.size(-1) and x.device.type == "cpu"
 
 
+def stored(x: Tensor) -> Tensor:
+    """x itself, which a compiler writes down before it goes on.
+
+    Left to itself it computes x, norm and all, anew for each row of a matrix.
+    """
+    return x.as_strided(x.shape, x.stride())
+
+
 def slabs_in_cache(n_rows: int, n_columns: int) -> list[slice]:
     """The rows of a matrix, cut so that a restored slab fits into the cache."""
     step = max(1, IN_CACHE // n_columns)
@@ -92,7 +101,7 @@ class QuantizedLinear(nn.Module):
         compiling = torch.compiler.is_compiling()
         if compiling and is_one_row(x):
             wide = torch.promote_types(x.dtype, torch.float32)
-            y = self.multiply(x.flatten().to(wide)).to(x.dtype)
+            y = self.multiply(stored(x.flatten().to(wide))).to(x.dtype)
             y = y.view(*x.shape[:-1], -1)
         elif compiling or x.device.type != "cpu":
             y = F.linear(x, self.restore().to(x.dtype))
@@ -238,8 +247,8 @@ class FloatLinear(nn.Linear):
     """Multiply as `nn.Linear` does, faster for one row of input on a CPU.
 
     Eagerly, one row of input meets as many slabs of rows as there are threads, in one
-    batched product; compiled, it is the sum of W · x in one loop. Parameters and state
-    are those of `nn.Linear`.
+    batched product, where that is faster on this machine; compiled, it is the sum of
+    W · x in one loop. Parameters and state are those of `nn.Linear`.
 
     Args:
         weight: (R, C) parameter; the layer uses this very matrix.
@@ -253,10 +262,11 @@ class FloatLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) to (..., R), in the dtype of x."""
-        if not is_one_row(x) or x.dtype != self.weight.dtype:
+        is_fast = is_one_row(x) and x.dtype == self.weight.dtype
+        compiling = torch.compiler.is_compiling()
+        if not is_fast or not (compiling or slabs_win(torch.get_num_threads())):
             return F.linear(x, self.weight, self.bias)
-        multiply = sum_rows if torch.compiler.is_compiling() else slab_rows
-        y = multiply(self.weight, x.flatten())
+        y = (sum_rows if compiling else slab_rows)(self.weight, x.flatten())
         y = y if self.bias is None else y + self.bias
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -264,7 +274,7 @@ class FloatLinear(nn.Linear):
 def sum_rows(weight: Tensor, x: Tensor) -> Tensor:
     """The product of weight (R, C) with x (C,), which a compiler makes one loop of."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (weight.to(wide) * x.to(wide)).sum(-1).to(x.dtype)
+    return (weight.to(wide) * stored(x.to(wide))).sum(-1).to(x.dtype)
 
 
 def slab_rows(weight: Tensor, x: Tensor) -> Tensor:
@@ -274,6 +284,18 @@ def slab_rows(weight: Tensor, x: Tensor) -> Tensor:
     products = torch.bmm(slabs, x.expand(n, 1, -1).mT).flatten()
     rest = weight[len(products) :]
     return torch.cat([products, rest @ x]) if len(rest) else products
+
+
+@cache
+def slabs_win(n_threads: int) -> bool:
+    """Whether slabs beat `F.linear` here, timed once for each count of threads."""
+    weight, x = torch.ones(1024, 1024), torch.ones(1024)
+    ways = {
+        "slabs": partial(slab_rows, weight, x),
+        "whole": partial(F.linear, x, weight),
+    }
+    seconds = {name: min(repeat(way, number=1, repeat=9)) for name, way in ways.items()}
+    return seconds["slabs"] < seconds["whole"]
 
 # %% ../chapters/11_quantization.ipynb #linear_layers
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .cache import (
     KVCache,
@@ -192,6 +193,12 @@ def cache_for(n_tokens: int, cache: KVCache | None, compile: bool) -> KVCache:
 STEPS = WeakKeyDictionary()  # compiled code for each model; it holds no numbers
 
 
+def read_fused(model, tokens, cache, **context) -> Tensor:
+    """`read`, with attention as its formula, which a compiler fuses with the rest."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return read(model, tokens, cache, **context)
+
+
 def compiled_step(model: nn.Module, cache: StaticCache, tokens: Tensor, context: dict):
     """`read` for one token, compiled once for each model, batch and cache size."""
     given = [None if x is None else tuple(x.shape) for x in context.values()]
@@ -200,9 +207,8 @@ def compiled_step(model: nn.Module, cache: StaticCache, tokens: Tensor, context:
     steps = STEPS.setdefault(model, {})
     if key not in steps:
         check_slots(model, cache.n_slots)
-        code = read.__code__.replace(co_name="step")  # compilations of its own
-        step = FunctionType(code, read.__globals__)
-        step.__kwdefaults__ = read.__kwdefaults__
+        code = read_fused.__code__.replace(co_name="step")  # compilations of its own
+        step = FunctionType(code, read_fused.__globals__)
         steps[key] = torch.compile(step, fullgraph=True, dynamic=False)
     return steps[key]
 

@@ -54,9 +54,16 @@ CLOCKS = {"CPU time": cpu_seconds, "wall time": wall_seconds, "GPU time": cuda_s
 
 
 def interleave(
-    contenders: dict[str, Run], rounds: int, clock: str, warm_up: int = 1
+    contenders: dict[str, Run],
+    rounds: int,
+    clock: str,
+    warm_up: int = 1,
+    pause: float = 0.0,
 ) -> dict[str, list[float]]:
-    """Seconds of each contender in each round; who starts changes with the round."""
+    """Seconds of each contender in each round; who starts changes with the round.
+
+    Before each, `pause` seconds pass in which nothing runs.
+    """
     names, seconds = list(contenders), {name: [] for name in contenders}
     for name in names * warm_up:
         CLOCKS[clock](contenders[name])
@@ -64,6 +71,7 @@ def interleave(
     gc.disable()
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
+            time.sleep(pause)
             seconds[name].append(CLOCKS[clock](contenders[name]))
     gc.enable()
     return seconds
