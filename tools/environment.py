@@ -2,7 +2,7 @@
 
 Nothing here is newer than Python 3.6, so that a Python that is too old can say so.
 
-Usage: python tools/environment.py book|test|bench
+Usage: python tools/environment.py book|test|bench|mutants
 """
 
 import hashlib
@@ -58,6 +58,7 @@ def layers():
         "book": ([locks / "book.txt", ROOT / "pyproject.toml"], book),
         "test": ([locks / "test.txt", locks / "weights.txt"], test),
         "bench": ([locks / "bench.txt"], [["-r", str(locks / "bench.txt")]]),
+        "mutants": ([locks / "mutants.txt"], [["-r", str(locks / "mutants.txt")]]),
     }
 
 
@@ -89,8 +90,9 @@ def install(arguments):
 
 def ensure(wanted):
     """Install what is new since the last time; usually nothing."""
-    done = []
-    for name, (files, calls) in layers().items():
+    done, known = [], layers()
+    for name in dict.fromkeys(["book", "book" if wanted == "book" else "test", wanted]):
+        files, calls = known[name]
         done += files
         stamp = VENV / ("installed-" + name)
         now = fingerprint(done)
@@ -105,13 +107,11 @@ def ensure(wanted):
             for arguments in calls:
                 install(arguments)
             stamp.write_text(now, encoding="utf-8")
-        if name == wanted:
-            return
 
 
 def main(arguments):
     """Make the environment that the only argument names."""
-    if len(arguments) != 1 or arguments[0] not in ("book", "test", "bench"):
+    if len(arguments) != 1 or arguments[0] not in layers():
         fail(__doc__.strip().splitlines()[-1])
     check_python()
     ensure(arguments[0])
