@@ -190,6 +190,14 @@ def test_case_18_dropout_is_off_in_eval(kind, cross):
     assert not block.train()(x, context=context).equal(quiet[0])
 
 
+@each_kind
+def test_nothing_is_dropped_unless_asked_for(kind):
+    block, x = make_block(kind).train(), torch.randn(2, 4, 12)
+    plain = type(block)(12, block.attn, block.ffn).train()
+    plain.load_state_dict(block.state_dict())
+    assert plain(x).equal(block.eval()(x))
+
+
 def test_case_18_dropout_never_falls_on_the_sum():
     block = silence(make_block("pre", cross=True, dropout=0.9))
     x, context = torch.randn(2, 50, 12), torch.randn(2, 3, 12)

@@ -552,7 +552,7 @@ def test_default_gated_width_is_llamas():
         hidden = int(2 * (4 * d_model) / 3)
         return multiple_of * ((hidden + multiple_of - 1) // multiple_of)
 
-    for d_model in (1, 63, 64, 95, 96, 97, 512, 1000, 4096, 5120, 6656, 8192):
+    for d_model in (1, 63, 64, 95, 96, 97, 289, 512, 1000, 4096, 5120, 6656, 8192):
         with torch.device("meta"):
             module = GatedFeedForward(d_model)
         assert module.up.out_features == llamas(d_model)

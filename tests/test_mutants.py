@@ -161,20 +161,23 @@ class Item:
 
 
 def test_cases_are_spread_evenly():
-    items = [Item(f"a[{i}]") for i in range(100)] + [Item("b"), Item("c[0]")]
+    n = 4 * (mutant_runs.CASES - 1) + 1
+    items = [Item(f"a[{i}]") for i in range(n)] + [Item("b"), Item("c[0]")]
     found = [item.nodeid for item in mutant_runs.spread(items)]
     a = [int(name[2:-1]) for name in found[:-2]]
     assert found[-2:] == ["b", "c[0]"] and len(a) == mutant_runs.CASES
     steps = torch.tensor(a).diff()
-    assert a[0] == 0 and a[-1] == 99 and steps.min() == steps.max() == 9
+    assert a[0] == 0 and a[-1] == n - 1 and steps.min() == steps.max() == 4
 
 
 def test_one_case_of_each_test_comes_first_and_what_killed_before_them():
     session = mutant_runs.Session([], {}, print, ROOT)
     session.seconds = {"a[0]": 3.0, "a[1]": 1.0, "b": 2.0, "c": 9.0}
+    session.seconds |= {f"d[{i}]": 0.5 for i in range(5)} | {"d[5]": 20.0}
     session.items = dict.fromkeys(session.seconds)
-    found = session.order(["a[0]", "a[1]", "b", "c"], ["gone", "c"])
-    assert found == ["c", "a[1]", "b", "a[0]"]
+    found = session.order(session.items, ["gone", "c"])
+    rest = ["d[1]", "d[2]", "d[3]", "d[4]", "a[0]"]  # at 1, 1.5, 2, 2.5, 4 s of each
+    assert found == ["c", "d[0]", "a[1]", "b", *rest]
 
 
 # --- how it is shown ----------------------------------------------------------------

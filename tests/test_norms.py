@@ -312,6 +312,12 @@ def test_mixed_dtypes_give_the_dtype_of_x(name, dtype, weights, device):
     assert off <= 4 * max(narrow, torch.finfo(torch.float64).eps)
 
 
+@each_norm
+def test_wider_weights_widen_the_computation(name):
+    norm, x = make(name, 33, torch.float64), torch.randn(200, 33)
+    assert_close(norm(x), by_hand(norm, x).float(), rtol=0, atol=0)
+
+
 @each_device
 @each_norm
 def test_autocast_keeps_the_dtype_of_x(name, device):

@@ -4,11 +4,11 @@ pytest collects the tests once, with torch and the mutated module imported. A fi
 child runs them all and notes which functions each reaches, and how long it takes; a
 second runs them in another order, as a control. Then each mutant has a child of its
 own, which runs the tests that reach its function until one fails: the last tests that
-killed first, then one case of each test, the fastest first, then the other cases, at
-most twelve of each test. A test that takes ten times its time, and at least five
-seconds of the processor, is a timeout. What collection itself calls (a function that
-makes a parameter) is made before a child begins, so a mutant that survives there is
-tried once more from the beginning.
+killed first, then one case of each test, the fastest first, then other cases, so that
+each test gets the same time, for twenty seconds of the processor. A test that takes ten
+times its time, and at least five seconds, is a timeout. What collection itself calls (a
+function that makes a parameter) is made before a child begins, so a mutant that
+survives there is tried once more from the beginning.
 
 Usage: tools/mutants.py runs it, for one module a process.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import json
 import os
 import resource
@@ -35,7 +36,7 @@ import pytest
 Tell = Callable[[str, str, str], None]
 KILLED, SURVIVED, TIMEOUT = "killed", "survived", "timeout"
 EARLY = "early"  # survived, and is in what collection calls: to be tried once more
-CASES = 12  # of each test, so that a survivor does not take an hour
+CASES, BUDGET = 40, 20.0  # of each test at most; seconds of other cases for a mutant
 TIMES, LEAST = 10, 5.0  # processor time that a test may take: times its own, seconds
 WALL = 120.0  # seconds beyond what the tests take, for those that wait for nothing
 MEMORY = 8 << 30  # bytes
@@ -62,16 +63,14 @@ def spread(items: list) -> list:
 
 
 class Outcomes:
-    """A plugin that keeps the first failure, and the time of each test."""
+    """A plugin that keeps the first failure."""
 
     def __init__(self) -> None:
         self.failed: str | None = None
         self.words = ""
-        self.seconds: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report) -> None:
         """Keep what a phase of a test came to."""
-        self.seconds[report.nodeid] += report.duration
         if report.failed and not self.failed:
             self.failed, self.words = report.nodeid, str(report.longrepr)[-2000:]
 
@@ -190,28 +189,37 @@ class Session:
         os.environ["MUTMUT_DEPENDENCY_DEPTH"] = "-1"
         set_mutant("stats")
         reached, items = defaultdict(list), list(self.items.values())
+        seconds: dict[str, float] = {}
         outcomes = quiet(items[0].config)
         for item, after in zip(items, [*items[1:], None], strict=True):
+            started = sum(os.times()[:4])  # of the processor, and of what a test starts
             run_item(item, after)
+            seconds[item.nodeid] = sum(os.times()[:4]) - started
             for name in state()._stats:
                 reached[name.rpartition(".")[2]].append(item.nodeid)
             state()._stats.clear()
             if outcomes.failed:
                 break
         found = {"failed": outcomes.failed, "words": outcomes.words}
-        return json.dumps(found | {"seconds": outcomes.seconds, "reached": reached})
+        return json.dumps(found | {"seconds": seconds, "reached": reached})
 
     def order(self, tests: Iterable[str], first: Iterable[str]) -> list[str]:
         """The tests in the order in which to try them."""
         ahead = list(dict.fromkeys(test for test in first if test in self.items))
-        turns: dict[str, int] = defaultdict(int)
-        ranked = []
+        spent: dict[str, float] = {}
+        one, others = [], []
         for test in sorted(tests, key=self.seconds.__getitem__):
             name = test.partition("[")[0]
-            ranked.append((turns[name], self.seconds[test], test))
-            turns[name] += 1
-        rest = [test for *_, test in sorted(ranked) if test not in set(ahead)]
-        return ahead + rest
+            seconds = spent.get(name, 0.0) + self.seconds[test]
+            if name in spent:
+                others.append((seconds, test))
+            else:
+                one.append(test)
+            spent[name] = seconds
+        others = [test for _, test in sorted(others)]
+        sums = itertools.accumulate(self.seconds[test] for test in others)
+        others = [test for test, s in zip(others, sums, strict=True) if s <= BUDGET]
+        return list(dict.fromkeys([*ahead, *one, *others]))
 
     # --- the tests with one ----------------------------------------------------------
 

@@ -36,9 +36,15 @@ CORE += ("grouped", "window", "cache", "sampling", "quantize", "training", "chec
 APART = ("benchmark", "memory", "kills", "minilm", "triton")  # minutes, or no fault's
 MORE = {  # tests of a module that another name has
     "attention": ["multi_head_attention"],
-    "model": ["encoder_decoder"],
-    "flash": ["row_attention"],
-    "checkpoint": ["training_cases"],
+    "model": ["encoder_decoder", "properties_models"],
+    "flash": ["row_attention", "properties_attention"],
+    "grouped": ["properties_attention"],
+    "window": ["properties_attention"],
+    "cache": ["properties_models"],
+    "sampling": ["properties_numbers"],
+    "quantize": ["properties_numbers"],
+    "training": ["properties_numbers"],
+    "checkpoint": ["training_cases", "properties_models"],
 }
 LEFT_OUT = "not compile and not graph and not recompil"  # tracers see the trampolines
 
@@ -169,10 +175,9 @@ def run_module(module: str, sample: int | None) -> None:
     import mutate
     import torch  # noqa: F401  children have it from here
 
-    source = (ROOT / "transformer" / f"{module}.py").read_text(encoding="utf-8")
-    made = mutate.mutate(f"transformer/{module}.py", source)
-    plain = {name: mutate.plain_name(name) for name in made.names}
     store, started = Store(module), time.monotonic()
+    made = mutate.kept(ROOT, f"transformer/{module}.py", BUILD / f"{store.source}.json")
+    plain = {name: mutate.plain_name(name) for name in made.names}
     store.mutants = len(plain)
     chosen = random.Random(module).sample(made.names, len(made.names))[:sample]
     left = [name for name in chosen if plain[name] not in store.done()]

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ast
 import difflib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 OWN = ("staticmethod", "classmethod")  # alone, mutmut takes these
 
@@ -84,6 +86,15 @@ def mutate(filename: str, source: str) -> Mutated:
     }
     code = made.code + "\n" + "\n".join(again) + "\n"
     return Mutated(code, list(made.mutant_names), spans)
+
+
+def kept(root: Path, filename: str, cache: Path) -> Mutated:
+    """All mutants of a file, which takes mutmut a while; kept in another file."""
+    if not cache.is_file():
+        made = mutate(filename, (root / filename).read_text(encoding="utf-8"))
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        cache.write_text(json.dumps(vars(made)), encoding="utf-8")
+    return Mutated(**json.loads(cache.read_text(encoding="utf-8")))
 
 
 def plain_name(mutant: str) -> str:
