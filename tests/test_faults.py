@@ -111,8 +111,8 @@ FAULTS = {
     ),
     "warm-up starts at nothing": Fault(
         "training",
-        "return peak * step / top",
-        "return peak * (step - 1) / top",
+        "return peak * (step / top)",
+        "return peak * ((step - 1) / top)",
         "test_training.py::test_cosine_is_that_of_transformers",
     ),
 }

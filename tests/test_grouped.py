@@ -250,6 +250,14 @@ def test_grouped_attention_gives_zeros_and_finite_gradients_where_none_is_seen()
     assert all(slope.isfinite().all() for slope in slopes)
 
 
+def test_heads_of_width_one_are_not_taken_for_one_query():
+    q, k = (
+        torch.randn(4, 3, 1),
+        torch.randn(2, 5, 1),
+    )
+    assert_close(grouped_attention(q, k, k), attention(q, k, k))
+
+
 def test_grouped_attention_refuses_what_attention_refuses():
     q, k, v = some_heads(4, 2, 1, 5)
     with pytest.raises(TypeError, match="mask must be bool"):

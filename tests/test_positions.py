@@ -590,6 +590,7 @@ REFUSED = [
     ),
     (lambda: ntk_base(2, 8, 4), "d_rotary must exceed 2, the others be positive"),
     (lambda: ntk_base(8, 0, 4), "got d_rotary=8, length=0, n_trained=4"),
+    (lambda: ntk_base(8, 8, 4, 0.0), "n_trained=4, factor=0.0, base=10000.0"),
     (lambda: neighbours_to_halves(torch.ones(10), 3), "got len(rows)=10, n_heads=3"),
     (lambda: neighbours_to_halves(torch.ones(9), 3), "even rotated widths"),
     (lambda: RelativeAttention(10, 3), "d_model must be a multiple of n_heads"),

@@ -34,17 +34,11 @@ BUILD = ROOT / "build" / "mutants"
 CORE = ("attention", "positions", "norms", "feedforward", "blocks", "model", "flash")
 CORE += ("grouped", "window", "cache", "sampling", "quantize", "training", "checkpoint")
 APART = ("benchmark", "memory", "kills", "minilm", "triton")  # minutes, or no fault's
-MORE = {  # tests of a module that another name has
+MORE = {  # tests of a module that another name has; those of properties take long
     "attention": ["multi_head_attention"],
-    "model": ["encoder_decoder", "properties_models"],
-    "flash": ["row_attention", "properties_attention"],
-    "grouped": ["properties_attention"],
-    "window": ["properties_attention"],
-    "cache": ["properties_models"],
-    "sampling": ["properties_numbers"],
-    "quantize": ["properties_numbers"],
-    "training": ["properties_numbers"],
-    "checkpoint": ["training_cases", "properties_models"],
+    "model": ["encoder_decoder"],
+    "flash": ["row_attention"],
+    "checkpoint": ["training_cases"],
 }
 LEFT_OUT = "not compile and not graph and not recompil"  # tracers see the trampolines
 
