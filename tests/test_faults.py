@@ -7,6 +7,7 @@ runs on the copy, in a process of its own, and must fail by an assertion.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -89,7 +90,7 @@ FAULTS = {
         "window",
         ".triu(place - window + 1)",
         ".triu(place - window)",
-        "test_window.py::test_window_counts_the_query_itself",
+        "test_window.py::test_case_29_window_counts_the_query_itself",
     ),
     "cache counts from one": Fault(
         "cache",
@@ -131,7 +132,7 @@ def with_fault(source: str, fault: Fault) -> str:
 
 def copy_package(folder: Path, fault: Fault | None = None) -> None:
     """Lay the package into a folder: links, but for the module with the fault."""
-    (folder / "transformer").mkdir()
+    (folder / "transformer").mkdir(parents=True)
     for path in (ROOT / "transformer").iterdir():
         copy = folder / "transformer" / path.name
         if fault and path.name == f"{fault.module}.py":
@@ -141,36 +142,33 @@ def copy_package(folder: Path, fault: Fault | None = None) -> None:
             copy.symlink_to(path)
 
 
-def outcomes(folder: Path, tests: list[str]) -> dict[str, str]:
-    """Run tests on the package of a folder, up to the first that fails.
+def outcomes(runs: dict[Path, list[str]]) -> dict[Path, dict[str, str]]:
+    """Run tests on the packages of folders, each up to the first that fails.
 
     Returns:
-        Of each test that ran, `name` of `file.py::name[case]` and how its failure
-        begins, "" for none.
+        Of each folder and each test that ran, `name` of `file.py::name[case]` and how
+        its failure begins, "" for none.
     """
-    report = folder / "report.xml"
-    options = ["-q", "-x", "-p", "no:cacheprovider", f"--junitxml={report}"]
     done = subprocess.run(
-        # -P: the current folder, which holds the package without the fault, is not
-        # looked into.
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "pytest",
-            *options,
-            *(f"tests/{t}" for t in tests),
-        ],
+        # -P: the package of the current folder is not to be found
+        [sys.executable, "-P", "tests/fault_runs.py"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        input=json.dumps({str(folder): tests for folder, tests in runs.items()}),
+        capture_output=True,
         text=True,
         encoding="utf-8",
     )
-    assert done.returncode in (0, 1), done.stdout
+    assert done.returncode == 0, done.stderr
+    return {folder: reported(folder) for folder in runs}
+
+
+def reported(folder: Path) -> dict[str, str]:
+    """What the report of a run says of each test."""
+    cases = [*ElementTree.parse(folder / "report.xml").iter("testcase")]
+    assert cases, (folder / "output.txt").read_text(encoding="utf-8")
     found = {}
-    for case in ElementTree.parse(report).iter("testcase"):
+    for case in cases:
         failures = [*case.iter("failure"), *case.iter("error")]
         begins = failures[0].get("message", "") if failures else ""
         name = case.get("name", "").partition("[")[0]
@@ -178,28 +176,33 @@ def outcomes(folder: Path, tests: list[str]) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_seen(name, tmp_path):
-    fault = FAULTS[name]
-    copy_package(tmp_path, fault)
-    found = outcomes(tmp_path, [fault.test])
-    named = fault.test.partition("::")[2].partition("[")[0]
-    assert found[named].startswith(ASSERTED), f"{named} says {found[named]!r}"
-
-
-def test_nothing_is_seen_where_nothing_is_wrong(tmp_path):
-    copy_package(tmp_path)
-    tests = [fault.test for fault in FAULTS.values()]
-    found = outcomes(tmp_path, tests)
-    assert len(found) == len(FAULTS) and not any(found.values()), found
+def test_every_fault_is_seen_and_nothing_where_nothing_is_wrong(tmp_path):
+    runs = {}
+    for name, fault in FAULTS.items():
+        runs[folder := tmp_path / name] = [fault.test]
+        copy_package(folder, fault)
+    copy_package(right := tmp_path / "right")
+    found = outcomes(runs | {right: [fault.test for fault in FAULTS.values()]})
+    named = {name: fault.test.rpartition("::")[2] for name, fault in FAULTS.items()}
+    assert found.pop(right) == dict.fromkeys(named.values(), "")
+    said = {folder.name: tests for folder, tests in found.items()}
+    unseen = {
+        name: said[name]
+        for name, test in named.items()
+        if not said[name].get(test, "").startswith(ASSERTED)
+    }
+    assert not unseen
 
 
 def test_copy_is_what_runs(tmp_path):
-    copy_package(tmp_path)
-    (tmp_path / "transformer" / "norms.py").unlink()
-    (tmp_path / "transformer" / "norms.py").write_text("raise OSError('of the copy')\n")
-    with pytest.raises(AssertionError, match="of the copy"):
-        outcomes(tmp_path, ["test_norms.py::test_print_shows_the_settings"])
+    copy_package(copy := tmp_path / "copy")
+    (copy / "transformer" / "norms.py").unlink()
+    (copy / "transformer" / "norms.py").write_text("raise OSError('of the copy')\n")
+    (found,) = outcomes(
+        {copy: ["test_norms.py::test_print_shows_the_settings"]}
+    ).values()
+    assert list(found.values()) == ["collection failure"]
+    assert "of the copy" in (copy / "output.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("n", [0, 2])

@@ -29,15 +29,15 @@ def read(module: str) -> dict:
 # --- what is committed ------------------------------------------------------------
 
 
-def test_every_module_of_the_core_has_run():
+def test_every_module_of_the_core_is_counted():
     assert set(FOUND) == set(mutants.CORE)
 
 
 @pytest.mark.parametrize("module", FOUND)
-def test_most_mutants_are_killed(module):
+def test_most_mutants_that_ran_are_killed(module):
     found = read(module)
     killed = len(mutants.unpacked(found["killed"]))
-    assert 100 * killed / (killed + len(found["survived"])) >= LEAST
+    assert 100 * killed >= LEAST * (killed + len(found["survived"]))
 
 
 def test_survivors_have_reasons_and_reasons_survivors():
