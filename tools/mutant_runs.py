@@ -1,14 +1,15 @@
 """Run the tests of a module against each of its mutants: a process a mutant.
 
 pytest collects the tests once, with torch and the mutated module imported. A first
-child runs them all and notes which functions each reaches, and how long it takes; a
-second runs them in another order, as a control. Then each mutant has a child of its
-own, which runs the tests that reach its function until one fails: the last tests that
-killed first, then one case of each test, the fastest first, then other cases, so that
-each test gets the same time, for twenty seconds of the processor. A test that takes ten
-times its time, and at least five seconds, is a timeout. What collection itself calls (a
-function that makes a parameter) is made before a child begins, so a mutant that
-survives there is tried once more from the beginning.
+child runs them, of each test random cases for two seconds of the processor, and notes
+which functions each reaches and how long it takes; a second runs them in the order of
+an attack, as a control. Then each mutant has a child of its own, which runs the tests
+that reach its function until one fails: those that killed last come first, then one
+case of each test, the fastest first, then other cases, so that each test gets the same
+time, for twenty seconds. A test that takes ten times its time, and at least five
+seconds, is a timeout. What collection itself calls (a function that makes a parameter)
+is made before a child begins, so a mutant that survives there is tried once more from
+the beginning.
 
 Usage: tools/mutants.py runs it, for one module a process.
 """
@@ -21,6 +22,7 @@ import gc
 import itertools
 import json
 import os
+import random
 import resource
 import select
 import signal
@@ -36,7 +38,8 @@ import pytest
 Tell = Callable[[str, str, str], None]
 KILLED, SURVIVED, TIMEOUT = "killed", "survived", "timeout"
 EARLY = "early"  # survived, and is in what collection calls: to be tried once more
-CASES, BUDGET = 40, 20.0  # of each test at most; seconds of other cases for a mutant
+SHARE = 2.0  # seconds of the processor for the cases of a test
+BUDGET = 20.0  # and for all cases against a mutant, besides one of each test
 TIMES, LEAST = 10, 5.0  # processor time that a test may take: times its own, seconds
 WALL = 120.0  # seconds beyond what the tests take, for those that wait for nothing
 MEMORY = 8 << 30  # bytes
@@ -50,16 +53,16 @@ def set_mutant(name: str) -> None:
     set_mutant_under_test(name)
 
 
-def spread(items: list) -> list:
-    """At most `CASES` cases of each test, evenly from the first to the last."""
+def shuffled(items: list) -> list:
+    """The cases of each test in a random order, which is always the same."""
     tests = defaultdict(list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
-    chosen = []
-    for cases in tests.values():
-        n = min(CASES, len(cases))
-        chosen += [cases[round(i * (len(cases) - 1) / max(1, n - 1))] for i in range(n)]
-    return chosen
+    return [
+        item
+        for name, cases in tests.items()
+        for item in random.Random(name).sample(cases, len(cases))
+    ]
 
 
 class Outcomes:
@@ -138,14 +141,14 @@ class Session:
 
         gc.collect()
         gc.freeze()
-        self.items = {item.nodeid: item for item in spread(session.items)}
+        self.items = {item.nodeid: item for item in shuffled(session.items)}
         self.early = {name.rpartition(".")[2] for name in state()._stats}
         state()._stats.clear()
         started = time.monotonic()
         if not self.first_run():
             return True
         seconds, wall = sum(self.seconds.values()), time.monotonic() - started
-        took = f"{len(self.items)} tests take {seconds:.0f} s ({wall:.0f} s)"
+        took = f"{len(self.seconds)} cases take {seconds:.0f} s ({wall:.0f} s)"
         print(f"  {took}, {len(self.mutants)} mutants to run", flush=True)
         recent: dict[str, list[str]] = defaultdict(list)
         for mutant in self.mutants:
@@ -190,11 +193,15 @@ class Session:
         set_mutant("stats")
         reached, items = defaultdict(list), list(self.items.values())
         seconds: dict[str, float] = {}
+        spent: dict[str, float] = defaultdict(float)
         outcomes = quiet(items[0].config)
-        for item, after in zip(items, [*items[1:], None], strict=True):
+        for item in items:
+            if spent[test := item.nodeid.partition("[")[0]] > SHARE:
+                continue
             started = sum(os.times()[:4])  # of the processor, and of what a test starts
-            run_item(item, after)
+            run_item(item, None)  # which of the next runs is not known yet
             seconds[item.nodeid] = sum(os.times()[:4]) - started
+            spent[test] += seconds[item.nodeid]
             for name in state()._stats:
                 reached[name.rpartition(".")[2]].append(item.nodeid)
             state()._stats.clear()
@@ -205,7 +212,7 @@ class Session:
 
     def order(self, tests: Iterable[str], first: Iterable[str]) -> list[str]:
         """The tests in the order in which to try them."""
-        ahead = list(dict.fromkeys(test for test in first if test in self.items))
+        ahead = [test for test in first if test in self.seconds]
         spent: dict[str, float] = {}
         one, others = [], []
         for test in sorted(tests, key=self.seconds.__getitem__):
