@@ -120,6 +120,9 @@ def test_changed_tests_run_again_with_what_they_killed_and_what_none_did(store):
     (mutants.ROOT / FILES[1]).write_text("2", encoding="utf-8")
     again = mutants.Store("norms")
     assert again.done() == {"f 2"} and again.before == {"f 1": HERE, "f 2": THERE}
+    again.add("f 5", "timeout", "", {})  # and is stopped
+    again = mutants.Store("norms")
+    assert again.done() == {"f 2", "f 5"} and again.before["f 1"] == HERE
 
 
 # --- how mutants are made and run ---------------------------------------------------

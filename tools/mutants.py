@@ -69,10 +69,11 @@ class Store:
         same_source = stored.get("source") == self.source
         before = stored.get("tests", {})
         same = {name for name in self.tests if before.get(name) == self.tests[name]}
-        self.before = unpacked(stored.get("killed", {}))
+        killed = unpacked(stored.get("killed", {}))
+        self.before = unpacked(stored.get("earlier", {})) | killed
         self.killed = {
             mutant: test
-            for mutant, test in self.before.items()
+            for mutant, test in killed.items()
             if same_source and test.partition("::")[0] in same
         }
         keep = stored if same_source and self.tests == before else {}
@@ -108,8 +109,11 @@ class Store:
             "timeout": sorted(self.timeout),
             "survived": self.survived,
         }
+        done = self.done()
+        earlier = {name: test for name, test in self.before.items() if name not in done}
+        also = {"early": self.early, "earlier": packed(earlier)}
         new = self.path.with_suffix(".new")
-        write(new, found | ({"early": self.early} if self.early else {}))
+        write(new, found | {name: value for name, value in also.items() if value})
         os.replace(new, self.path)
 
     def words(self) -> str:
