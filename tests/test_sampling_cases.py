@@ -48,6 +48,45 @@ def test_case_32_beams_take_their_cache_along(n_beams, eos):
     assert found.scores.diff().max() <= 0 if n_beams > 1 else True
 
 
+def beams_by_hand(model, prompt, n_new, n_beams, eos, penalty, **context):
+    """A search that reads every text anew: (tokens, score), the best first."""
+    beams = [(0.0, [])]  # sums of log-probabilities, new tokens
+
+    def score(beam):
+        return beam[0] / max(len(beam[1]), 1) ** penalty
+
+    for _ in range(n_new):
+        longer = [beam for beam in beams if eos in beam[1]]
+        for total, tail in [beam for beam in beams if eos not in beam[1]]:
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + tail]), **context)[0, -1]
+            logp = logits.double().log_softmax(-1).tolist()
+            longer += [(total + x, [*tail, i]) for i, x in enumerate(logp)]
+        beams = sorted(longer, key=score, reverse=True)[:n_beams]
+    return [(tail, score((total, tail))) for total, tail in beams]
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("eos", [None, 1])
+@pytest.mark.parametrize("n_beams", [2, 3, 5])
+def test_case_32_narrow_beams_choose_what_a_search_without_a_cache_chooses(
+    n_beams, eos, cross
+):
+    model = decoder(cross=True) if cross else small_vocabulary()
+    tokens = torch.tensor([[1, 0, 3], [2, 2, 1]])
+    context = {"context": torch.randn(2, 7, C)} if cross else {}
+    how = {"eos": eos, "length_penalty": 0.7, **context}
+    found = beam_search(model, tokens, 6, n_beams, **how)
+    for b, prompt in enumerate(tokens.tolist()):
+        own = {name: x[[b]] for name, x in context.items()}
+        want = beams_by_hand(model, prompt, 6, n_beams, eos, 0.7, **own)
+        for row, got, (tail, right) in zip(
+            found.tokens[b, :, 3:].tolist(), found.scores[b].tolist(), want, strict=True
+        ):
+            assert row[: len(tail)] == tail and not any(row[len(tail) :])
+            assert abs(got - right) < 1e-5
+
+
 def test_case_32_scores_are_those_of_whole_passes():
     model, tokens = decoder(cross=True), prompts(2, 3)
     context = torch.randn(2, 7, C)
