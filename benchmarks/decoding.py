@@ -12,7 +12,7 @@ import importlib.util
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from typing import NamedTuple
@@ -21,7 +21,13 @@ import side_by_side
 import torch
 from side_by_side import Ratio
 from torch import Tensor, nn
-from transformers import CompileConfig, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    CompileConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from transformer.attention import MultiHeadAttention
 from transformer.blocks import PreNormBlock
@@ -30,13 +36,17 @@ from transformer.model import LanguageModel
 from transformer.norms import LayerNorm
 from transformer.positions import LearnedPositions
 from transformer.quantize import quantize
-from transformer.sampling import generate
+from transformer.sampling import generate, prompt_lookup, speculate
+from transformer.sources import text
+from transformer.zoo import load, save, tokenizer
 
 SEED, PROMPT = 0, 32
 EAGER, COMPILED, INT8 = "ours, eager", "ours, compiled", "ours, compiled, int8"
 INT4 = "ours, compiled, int4"
 THEIRS, STATIC = "transformers", "transformers, static"
 STATIC_COMPILED = "transformers, static, compiled"
+LOOK_UP, THEIR_LOOK_UP = "ours, prompt look-up", "transformers, prompt look-up"
+N_DRAFT = 10  # tokens that a look-up proposes, the default of transformers
 CT2, CT2_INT8 = "CTranslate2", "CTranslate2, int8"
 BITS = {INT8: 8, INT4: 4, CT2_INT8: 8}  # these need not give the same tokens
 PAUSE = 0.3  # seconds in which the threads of the one before go to sleep
@@ -65,7 +75,9 @@ class Shape(NamedTuple):
     vocab_size: int
 
 
+REAL = "SmolLM2-135M"
 SHAPES = {
+    REAL: Shape(30, 576, 9, 49152),
     "12M": Shape(6, 384, 6, 5120),
     "124M": Shape(12, 768, 12, 50257),
     "tiny": Shape(2, 32, 2, 300),
@@ -77,6 +89,7 @@ CASES = {
         Case("12M", 1, 1, True),
         Case("124M", 1, 1, False),
         Case("12M", 2, 8, False),
+        Case(REAL, 2, 1, True),
     ],
     "tiny": [Case("tiny", 1, 1, True), Case("tiny", 1, 2, False)],
 }
@@ -136,9 +149,17 @@ def ours(theirs: GPT2LMHeadModel, shape: Shape) -> LanguageModel:
     return model
 
 
+def real_pair() -> tuple[PreTrainedModel, LanguageModel]:
+    """A trained model in both programs."""
+    model = load("smollm2").eval()
+    with tempfile.TemporaryDirectory() as folder:
+        save(model, folder)
+        return LlamaForCausalLM.from_pretrained(folder).eval(), model
+
+
 def bytes_read(model: LanguageModel) -> int:
     """Bytes of weights that a token reads: all but the tables that it looks up."""
-    tables = [model.positions.weight]
+    tables = [] if model.positions is None else [model.positions.weight]
     tables += [model.embedding.weight] if model.head is not None else []
     parts = [*model.parameters(), *model.buffers()]
     head = model.head.weight if isinstance(model.head, nn.Linear) else None
@@ -152,7 +173,7 @@ def bytes_read(model: LanguageModel) -> int:
 class Setting(NamedTuple):
     """What all contenders of a case are given."""
 
-    theirs: GPT2LMHeadModel
+    theirs: PreTrainedModel
     ours: LanguageModel
     prompt: Tensor
     n_new: int
@@ -163,9 +184,18 @@ def run_ours(model: LanguageModel, at: Setting, compile: bool = False) -> Tensor
     return generate(model, at.prompt, at.n_new, compile=compile)[:, PROMPT:]
 
 
-def run_theirs(at: Setting, cache: str | None = None, compiled: bool = False) -> Tensor:
+def run_look_up(model: LanguageModel, at: Setting) -> Tensor:
+    """The same with drafts from the text so far, (1, N)."""
+    found = speculate(model, at.prompt, at.n_new, prompt_lookup(), N_DRAFT)
+    return found.tokens[:, PROMPT:]
+
+
+def run_theirs(
+    at: Setting, cache: str | None = None, compiled: bool = False, **how
+) -> Tensor:
     """The tokens that transformers writes, (B, N)."""
-    how = {"max_new_tokens": at.n_new, "do_sample": False, "pad_token_id": 0}
+    how |= {"max_new_tokens": at.n_new, "do_sample": False, "pad_token_id": 0}
+    how |= {"eos_token_id": None}
     how |= {"cache_implementation": cache} if cache else {}
     how["disable_compile"] = not compiled
     if compiled:
@@ -208,13 +238,17 @@ def contenders(at: Setting, case: Case) -> dict[str, Callable[[], Tensor]]:
     runs = {THEIRS: partial(run_theirs, at), EAGER: partial(run_ours, fast, at)}
     if case.compiled:
         runs[COMPILED] = partial(run_ours, fast, at, True)
-        for name in (INT8, INT4):
+        for name in (INT8, INT4) if case.model in ("12M", "tiny") else (INT8,):
             small = quantize(deepcopy(at.ours), BITS[name], group=32)
             runs[name] = partial(run_ours, small, at, True)
         runs[STATIC] = partial(run_theirs, at, "static")
-        if case.threads > 1 or case.model == "tiny":
+        if (case.model == "12M" and case.threads > 1) or case.model == "tiny":
             runs[STATIC_COMPILED] = partial(run_theirs, at, "static", True)
-    if importlib.util.find_spec("ctranslate2"):
+    if case.model == REAL:
+        runs[LOOK_UP] = partial(run_look_up, fast, at)
+        how = {"prompt_lookup_num_tokens": N_DRAFT}
+        runs[THEIR_LOOK_UP] = partial(run_theirs, at, **how)
+    elif importlib.util.find_spec("ctranslate2"):
         for name, kind in ((CT2, "float32"), (CT2_INT8, "int8")):
             generator = ctranslate2_generator(at.theirs, kind, case.threads)
             runs[name] = partial(run_ctranslate2, generator, at)
@@ -235,11 +269,24 @@ def lead(at: Setting, tokens: Tensor) -> tuple[float, float]:
     ).abs().max().item()
 
 
-def choose_prompt(theirs, model, shape: Shape, batch: int, n_new: int) -> tuple:
-    """The first prompt in which every token leads clearly, and what it leads by."""
+def some_prompts(case: Case) -> Iterator[Tensor]:
+    """Prompts (B, T): random tokens, or real text for a trained model."""
+    real = case.model == REAL
+    tokens = tokenizer("smollm2").encode(text("shakespeare")).ids if real else []
     for seed in range(50):
         where = torch.Generator().manual_seed(seed)
-        prompt = torch.randint(1, shape.vocab_size, (batch, PROMPT), generator=where)
+        shape, n_tokens = (case.batch, PROMPT), SHAPES[case.model].vocab_size
+        start = PROMPT * 10 * seed
+        yield (
+            torch.tensor([tokens[start : start + PROMPT]])
+            if real
+            else torch.randint(1, n_tokens, shape, generator=where)
+        )
+
+
+def choose_prompt(theirs, model, case: Case, n_new: int) -> tuple:
+    """The first prompt in which every token leads clearly, and what it leads by."""
+    for prompt in some_prompts(case):
         at = Setting(theirs, model, prompt, n_new)
         tokens = run_ours(model, at)
         margin, apart = lead(at, tokens)
@@ -272,10 +319,12 @@ def measure(case: Case, rounds: int, n_new: int) -> dict:
     """Seconds of all in one case, once they gave the same."""
     torch.set_num_threads(case.threads)
     torch.compiler.reset()
-    shape = SHAPES[case.model]
-    theirs = draw(shape)
-    model = ours(theirs, shape)
-    at, tokens, margin, apart = choose_prompt(theirs, model, shape, case.batch, n_new)
+    if case.model == REAL:
+        theirs, model = real_pair()
+    else:
+        theirs = draw(SHAPES[case.model])
+        model = ours(theirs, SHAPES[case.model])
+    at, tokens, margin, apart = choose_prompt(theirs, model, case, n_new)
     runs = contenders(at, case)
     shares = same_tokens(runs, tokens)  # compiles
     how = {"warm_up": 0, "pause": PAUSE}
@@ -303,7 +352,8 @@ def measure_all(device: str, rounds: int, size: str) -> dict:
     found["bandwidth"] = {str(n): read_bandwidth(n) for n in threads}
     found["rows"] = []
     for case in CASES[size]:
-        n = max(1, rounds // 3) if case.model == "124M" or case.batch > 1 else rounds
+        slow = case.model in ("124M", REAL) or case.batch > 1
+        n = max(1, rounds // 3) if slow else rounds
         found["rows"].append(measure(case, n, NEW[size]))
     torch.set_num_threads(before)
     return found
@@ -351,6 +401,8 @@ def section(row: dict, found: dict) -> str:
         COMPILED,
         INT8,
         INT4,
+        LOOK_UP,
+        THEIR_LOOK_UP,
         THEIRS,
         STATIC,
         STATIC_COMPILED,
@@ -360,7 +412,8 @@ def section(row: dict, found: dict) -> str:
     lines = [line(row, name, bandwidth) for name in order if name in row["seconds"]]
     head = ["contender", "ms a token", "times transformers' speed"]
     head += ["share of bandwidth", "same tokens"]
-    title = f"### {row['model']} parameters, {texts}, {threads}"
+    model = row["model"] if row["model"] == REAL else f"{row['model']} parameters"
+    title = f"### {model}, {texts}, {threads}"
     return "\n\n".join([title, said, side_by_side.table(head, lines)])
 
 
@@ -396,11 +449,12 @@ def page(found: dict, device: str) -> str:
     said = (
         f"`generate` with the layers of `quantize`, beside {peers}: a prompt of "
         f"{PROMPT} tokens is read and {n_new} are written, each the most likely, by "
-        "wall time, the prompt included. All have the same random weights in the "
-        "manner of GPT-2. Where no weight is rounded, all wrote the same tokens before "
-        "anything was timed. In each round the time of `transformers` with its "
-        "default cache in float32 is divided by a contender's: median, and in brackets "
-        f"the quartiles; above 1 is faster. {PAUSE} seconds pass between two, since "
+        "wall time, the prompt included. All have the same weights, random ones in "
+        "the manner of GPT-2, or those of SmolLM2 on a piece of Shakespeare. Where no "
+        "weight is rounded, all wrote the same tokens before anything was timed. In "
+        "each round the time of `transformers` with its default cache in float32 is "
+        "divided by a contender's: median, and in brackets the quartiles; above 1 is "
+        f"faster. {PAUSE} seconds pass between two, since "
         "threads of some go on waiting busily after their work. The share of the "
         "bandwidth counts weights only: what a token reads, divided by its time and by "
         "what a sum over 256 MiB reads in a second. The last column counts tokens up "

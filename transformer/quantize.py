@@ -8,7 +8,7 @@ __all__ = ['round_rows', 'BFloat16Linear', 'Int8Linear', 'Int4Linear', 'FloatLin
 # %% ../chapters/11_quantization.ipynb #imports
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
-from timeit import repeat
+from timeit import timeit
 
 import torch
 from torch import Tensor, nn
@@ -294,8 +294,11 @@ def slabs_win(n_threads: int) -> bool:
         "slabs": partial(slab_rows, weight, x),
         "whole": partial(F.linear, x, weight),
     }
-    seconds = {name: min(repeat(way, number=1, repeat=9)) for name, way in ways.items()}
-    return seconds["slabs"] < seconds["whole"]
+    rounds = [
+        {name: timeit(way, number=1) for name, way in ways.items()} for _ in range(30)
+    ]
+    best = {name: min(one[name] for one in rounds) for name in ways}
+    return best["slabs"] < best["whole"]
 
 # %% ../chapters/11_quantization.ipynb #linear_layers
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
