@@ -326,7 +326,9 @@ def test_context_and_cross_attention_need_each_other(kind, cross):
 
 @pytest.mark.parametrize("dropout", [-0.1, 1.5])
 def test_dropout_is_a_share(dropout):
-    with pytest.raises(ValueError, match="dropout probability has to be between 0 and"):
+    with pytest.raises(
+        ValueError, match="dropout must be a finite number in 0 … 1, got dropout="
+    ):
         make_block("pre", dropout=dropout)
 
 

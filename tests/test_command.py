@@ -108,7 +108,7 @@ WRONG = {
     "few tokens": (["--tokenizer", "100"], "vocab_size - specials must be at least"),
     "steps": (["--steps", "0"], "steps must be a whole number from 1, got steps=0"),
     "no number": (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
-    "rate": (["--rate", "-1"], "rate must be positive, got rate=-1.0"),
+    "rate": (["--rate", "-1"], "rate must be a positive finite number, got rate=-1.0"),
     "long rows": (["--tokens", "5000"], "--text must have more than --tokens tokens"),
     "batch": (["--batch", "0"], "batch_size must be a positive int, got 0"),
     "unknown": (["--speed", "9"], "unrecognized arguments: --speed 9"),

@@ -392,7 +392,9 @@ def test_runs_on_the_meta_device():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool], ids=str)
 def test_tokens_are_whole_numbers(dtype):
-    message = f"tokens must be whole numbers, got tokens.dtype={dtype}"
+    message = (
+        f"tokens must be whole numbers, got tokens={tuple(TOKENS.shape)} of {dtype}"
+    )
     for model in (make_model(), make_encoder()):
         with pytest.raises(TypeError, match=re.escape(message)):
             model(TOKENS.to(dtype))

@@ -50,7 +50,7 @@ def test_case_39_weights_that_are_no_numbers_are_refused_by_name(bad):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with torch.no_grad():
         model[1].weight[0, 1] = bad
-    with pytest.raises(ValueError, match=r"^1: weights must be finite, got 1 that"):
+    with pytest.raises(ValueError, match=r"^1: weight must be finite, got 1 that"):
         quantize(model)
     assert type(model[0]) is nn.Linear
 

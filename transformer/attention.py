@@ -9,6 +9,9 @@ __all__ = ['causal_mask', 'padding_mask', 'share_heads', 'attention_weights', 'a
 # %% ../chapters/01_multi_head_attention.ipynb #imports
 import math
 from collections.abc import Callable
+from functools import cache
+from types import NoneType, UnionType
+from typing import Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +37,75 @@ def causal_mask(
     ones = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device)
     return ones.tril(n_keys - n_queries)
 
+# %% ../chapters/01_multi_head_attention.ipynb #check_sizes
+def in_words(value) -> str:
+    """A value on one line: of a tensor its shape, dtype and device."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} of {value.dtype} on {value.device}"
+    return f"{' '.join(repr(value).split()):.80}"
+
+
+def check_sizes(least: int = 1, **sizes: int) -> None:
+    """Refuse what is no whole number, such as 2.0 or True, or is too small."""
+    for name, size in sizes.items():
+        if type(size) is not int or size < least:
+            rule = f"{name} must be a whole number from {least}"
+            raise ValueError(f"{rule}, got {name}={in_words(size)}")
+
+
+def check_positive(**numbers: float) -> None:
+    """Refuse what is no number, NaN, infinite, 0 or negative."""
+    for name, x in numbers.items():
+        if type(x) not in (int, float) or not 0 < x < math.inf:
+            rule = f"{name} must be a positive finite number"
+            raise ValueError(f"{rule}, got {name}={in_words(x)}")
+
+
+def check_between(low: float, high: float, **numbers: float) -> None:
+    """Refuse what is no number, NaN, infinite, or not between the two."""
+    for name, x in numbers.items():
+        if type(x) not in (int, float) or not low <= x <= high or x == math.inf:
+            span = f"from {low}" if high == math.inf else f"in {low} … {high}"
+            rule = f"{name} must be a finite number {span}"
+            raise ValueError(f"{rule}, got {name}={in_words(x)}")
+
+
+def check_types(kind, **values) -> None:
+    """Refuse what is of another type."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            rule = f"{name} must be of type {getattr(kind, '__name__', kind)}"
+            raise TypeError(f"{rule}, got {name}={in_words(value)}")
+
+# %% ../chapters/01_multi_head_attention.ipynb #kinds_of
+@cache
+def kinds_of(thing: Callable) -> dict[str, tuple[type, ...]]:
+    """The types that annotations give to the arguments of a function."""
+    kinds = {}
+    for name, hint in get_type_hints(thing).items():
+        union = get_origin(hint) in (Union, UnionType)
+        parts = get_args(hint) if union else (hint,)
+        kinds[name] = tuple(get_origin(part) or part for part in parts)
+    return kinds
+
+
+def is_kind(value, kind: type) -> bool:
+    """Whether a value is of a type; True is no number, nor are NaN and infinity."""
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is int if kind is int else isinstance(value, kind)
+
+
+def check_kinds(thing: Callable, given: dict) -> None:
+    """Refuse what is not of the type that its argument is annotated with."""
+    words = {int: "a whole number", float: "a finite number", NoneType: "None"}
+    for name, kinds in kinds_of(thing).items():
+        if name in given and not any(is_kind(given[name], kind) for kind in kinds):
+            rule = " or ".join(words.get(kind, kind.__name__) for kind in kinds)
+            found = f"{name}={in_words(given[name])}"
+            error = ValueError if {int, float} & {*kinds} else TypeError
+            raise error(f"{name} must be {rule}, got {found}")
+
 # %% ../chapters/01_multi_head_attention.ipynb #padding_mask
 def padding_mask(lengths: Tensor, n_keys: int) -> Tensor:
     """Let every query see the first `lengths[b]` keys of sequence b.
@@ -48,10 +120,13 @@ def padding_mask(lengths: Tensor, n_keys: int) -> Tensor:
         (B, 1, 1, S) bool: it broadcasts over heads and queries.
 
     Raises:
-        ValueError: lengths is not a row of integers.
+        TypeError: lengths is no tensor.
+        ValueError: lengths is not a row of integers, or n_keys no whole number from 0.
     """
-    if lengths.dim() != 1 or lengths.is_floating_point():
-        found = f"{tuple(lengths.shape)} of {lengths.dtype}"
+    check_types(Tensor, lengths=lengths)
+    check_sizes(0, n_keys=n_keys)
+    found = f"{tuple(lengths.shape)} of {lengths.dtype}"
+    if lengths.dim() != 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
         raise ValueError(f"lengths must be a row of integers, got {found}")
     places = torch.arange(n_keys, device=lengths.device)
     return (places < lengths[:, None])[:, None, None, :]

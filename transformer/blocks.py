@@ -12,6 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from .attention import (
+    check_between,
+    check_positive,
+    check_sizes,
+    check_types,
+)
 from .norms import LayerNorm
 
 # %% ../chapters/05_residual.ipynb #BlockParts
@@ -29,6 +35,10 @@ class BlockParts(nn.Module):
         dropout: float = 0.0,
     ):
         super().__init__()
+        check_types(Callable, attn=attn, ffn=ffn, norm=norm)
+        check_types(Callable | None, cross=cross)
+        check_sizes(d_model=d_model)
+        check_between(0, 1, dropout=dropout)
         self.attn_norm, self.attn = norm(d_model), attn
         self.cross_norm = None if cross is None else norm(d_model)
         self.cross = cross
@@ -86,7 +96,9 @@ class PreNormBlock(Block):
     there is a cross; context_mask is its mask, for the S tokens.
 
     Raises:
-        ValueError: A context without cross-attention, or the reverse.
+        TypeError: A part or norm cannot be called.
+        ValueError: d_model is no whole number from 1, dropout not in 0 … 1; (when
+            called) a context without cross-attention, or the reverse.
 
     Source: Xiong et al. 2020, figure 1b.
     """
@@ -118,8 +130,10 @@ def residual_writers(module: nn.Module) -> list[nn.Linear]:
     They are `out` of attn and cross, and `down` of ffn.
 
     Raises:
+        TypeError: module is no module.
         ValueError: A part has neither.
     """
+    check_types(nn.Module, module=module)
     writers = []
     for block in (m for m in module.modules() if isinstance(m, Block)):
         parts = (block.attn, block.cross, block.ffn)
@@ -145,11 +159,14 @@ def scaled_init(model: nn.Module, std: float = 0.02) -> None:
         std: Standard deviation of the others.
 
     Raises:
-        ValueError: A part ends in neither `out` nor `down`, or blocks stand in no
-            `nn.ModuleList`.
+        TypeError: model is no module.
+        ValueError: A part ends in neither `out` nor `down`, blocks stand in no
+            `nn.ModuleList`, or std is no positive number.
 
     Source: Radford et al. 2019, section 2.3.
     """
+    check_types(nn.Module, model=model)
+    check_positive(std=std)
     shrink = {}
     for stack in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
         writers = residual_writers(stack)

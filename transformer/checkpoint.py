@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from .attention import check_kinds
 from .storage import (
     Checkpoint,
     newest_checkpoint,
@@ -139,6 +140,7 @@ def save_checkpoint(
     """
     if type(step) is not int or step < 0:
         raise ValueError(f"step must be 0 or a positive int, got {step!r}")
+    check_kinds(save_checkpoint, locals())
     tensors, tied = named_tensors(model)
     tensors = {f"model/{name}": tensor for name, tensor in tensors.items()}
     state = {"step": step, "data": data, "schedule": schedule, "config": config}
@@ -306,6 +308,7 @@ def load_checkpoint(
     Warns:
         RuntimeWarning: The newest is damaged, and an older one is loaded.
     """
+    check_kinds(load_checkpoint, locals() | {"rng": bool(rng)})
     path = Path(path)
     one = path.is_file() or (path.suffix == ".json" and not path.is_dir())
     found = (read_checkpoint if one else newest_checkpoint)(path)

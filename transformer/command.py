@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import torch
 
+from .attention import check_kinds
 from .checkpoint import load_checkpoint
 from .data import BytePairTokenizer, ByteTokenizer, batches, write_whole
 from .model import LanguageModel, count_parameters
@@ -116,6 +117,7 @@ def load_run(folder: str | Path) -> tuple[LanguageModel, ByteTokenizer]:
         FileNotFoundError: There is no run, or no checkpoint yet.
         ValueError: No checkpoint is as it was written, or run.json is another run's.
     """
+    check_kinds(load_run, locals())
     folder = Path(folder)
     run = read_run(folder)
     check_shape(run["shape"], newest_checkpoint(folder).tensors)

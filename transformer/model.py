@@ -12,6 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .attention import (
+    check_between,
+    check_positive,
+    check_sizes,
+    check_types,
+    in_words,
+)
 from .blocks import PreNormBlock
 
 # %% ../chapters/05_models.ipynb #EmbeddingSum
@@ -37,6 +44,8 @@ class EmbeddingSum(nn.Module):
         norm: nn.Module | None = None,
     ):
         super().__init__()
+        check_types(Callable | None, positions=positions, norm=norm)
+        check_positive(scale=scale)
         self.positions, self.scale, self.norm = positions, scale, norm
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -46,15 +55,47 @@ class EmbeddingSum(nn.Module):
         return x if self.norm is None else self.norm(x)
 
 # %% ../chapters/05_models.ipynb #Stack
+def list_blocks(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """Blocks as a list, if they are modules."""
+    check_types(Iterable, blocks=blocks)
+    for i, block in enumerate(blocks := list(blocks)):
+        check_types(nn.Module, **{f"blocks[{i}]": block})
+    return blocks
+
+
+def check_labels(logits, labels, smoothing, count) -> None:
+    """Refuse what has no cross-entropy, or another one; for chapter 9."""
+    check_types(Tensor, logits=logits, labels=labels)
+    found = f"logits {in_words(logits)}, labels {in_words(labels)}"
+    if not logits.is_floating_point() or labels.dtype != torch.int64:
+        raise TypeError(f"logits must be floating point, labels int64, got {found}")
+    if logits.shape[:-1] != labels.shape or not logits.dim():
+        raise ValueError(f"logits must be labels' shape and V, got {found}")
+    check_between(0, 1, smoothing=smoothing)
+    if count is not None and not (isinstance(count, Tensor) and count.dim() == 0):
+        check_sizes(0, count=count)
+
+
+def check_tokens(**texts: Tensor) -> None:
+    """Refuse what holds no whole numbers."""
+    for name, ids in texts.items():
+        check_types(Tensor, **{name: ids})
+        if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+            raise TypeError(f"{name} must be whole numbers, got {name}={in_words(ids)}")
+
+
 class Stack(nn.Module):
     """What every model holds: an embedding, positions, blocks, a last norm."""
 
     def __init__(self, vocab_size, d_model, blocks, positions, norm, dropout):
         super().__init__()
+        check_types(Callable | None, positions=positions, norm=norm)
+        check_sizes(vocab_size=vocab_size, d_model=d_model)
+        check_between(0, 1, dropout=dropout)
         self.embedding = nn.Embedding(vocab_size, d_model)
         nn.init.normal_(self.embedding.weight, std=d_model**-0.5)
         self.positions, self.dropout = positions, nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList(list_blocks(blocks))
         if norm is None and any(isinstance(b, PreNormBlock) for b in self.blocks):
             rule = "blocks that normalise first need a norm at the end"
             raise ValueError(f"{rule}, like norm=LayerNorm, got {norm=}")
@@ -62,9 +103,13 @@ class Stack(nn.Module):
 
     def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """(..., T) token numbers as (..., T, C), with positions, after dropout."""
-        if tokens.is_floating_point() or tokens.dtype == torch.bool:
-            raise TypeError(f"tokens must be whole numbers, got {tokens.dtype=}")
-        x = self.embedding(tokens)
+        check_tokens(tokens=tokens)
+        try:
+            x = self.embedding(tokens)
+        except IndexError:  # a GPU does not say so
+            found = f"{tokens.min()} to {tokens.max()}"
+            rule = f"tokens must be in 0 … {len(self.embedding.weight) - 1}"
+            raise ValueError(f"{rule}, got {found}") from None
         if self.positions is not None:
             x = self.positions(x, positions)
         return self.dropout(x)
@@ -112,8 +157,10 @@ class Encoder(Stack):
             mask: (B, 1, 1, T) bool from `padding_mask`, True where tokens may look.
 
         Raises:
-            TypeError: Tokens are not whole numbers.
+            TypeError: Tokens are not whole numbers, or the mask no tensor.
+            ValueError: There is no such token.
         """
+        check_types(Tensor | None, mask=mask)
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, mask=mask)
@@ -136,6 +183,7 @@ class Writer(Stack):
         dropout: float = 0.0,
     ):
         super().__init__(vocab_size, d_model, blocks, positions, norm, dropout)
+        check_types(nn.Module | None, rope=rope)
         self.rope = rope
         self.head = None if tie else nn.Linear(d_model, vocab_size, bias=False)
 
@@ -201,9 +249,13 @@ class LanguageModel(Writer):
             context_mask: (B, 1, 1, S) bool.
 
         Raises:
-            TypeError: Tokens are not whole numbers.
+            TypeError: Tokens are not whole numbers, or an argument is of another type.
+            ValueError: There is no such token, or shapes do not fit.
         """
         how = {"mask": mask, "context": context, "context_mask": context_mask}
+        check_types(Tensor | None, positions=positions, **how)
+        check_types(Callable | None, prepare=prepare)
+        check_tokens(tokens=tokens)
         rotate = self.rotation(tokens, positions)
         x = self.embed(tokens, positions)
         for i, block in enumerate(self.blocks):
@@ -222,7 +274,15 @@ def resize_vocabulary(model: nn.Module, vocab_size: int) -> None:
     Args:
         model: An `Encoder` or a `LanguageModel`, also one that is part of a larger one.
         vocab_size: V from now on.
+
+    Raises:
+        TypeError: model is neither.
+        ValueError: vocab_size is no whole number from 1.
     """
+    if not isinstance(model, Stack):
+        rule = "model must be an Encoder or a LanguageModel"
+        raise TypeError(f"{rule}, got {type(model).__name__}")
+    check_sizes(vocab_size=vocab_size)
     tables = [model.embedding, getattr(model, "head", None)]
     for table in (table for table in tables if table is not None):
         old = table.weight
@@ -251,6 +311,8 @@ class EncoderDecoder(nn.Module):
 
     def __init__(self, encoder: nn.Module, decoder: LanguageModel):
         super().__init__()
+        check_types(Callable, encoder=encoder)
+        check_types(LanguageModel, decoder=decoder)
         self.encoder, self.decoder = encoder, decoder
 
     def forward(
@@ -269,6 +331,8 @@ class EncoderDecoder(nn.Module):
             source_mask: (B, 1, 1, S) bool from `padding_mask`, for both stacks.
             target_mask: (B, 1, 1, T) bool.
         """
+        check_tokens(source=source, target=target)
+        check_types(Tensor | None, source_mask=source_mask, target_mask=target_mask)
         context = self.encoder(source, mask=source_mask)
         return self.decoder(
             target, mask=target_mask, context=context, context_mask=source_mask
@@ -277,4 +341,5 @@ class EncoderDecoder(nn.Module):
 # %% ../chapters/05_models.ipynb #count_parameters
 def count_parameters(model: nn.Module) -> int:
     """Number of learned numbers; what two parts share counts once."""
+    check_types(nn.Module, model=model)
     return sum(parameter.numel() for parameter in model.parameters())

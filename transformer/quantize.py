@@ -14,17 +14,41 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .attention import check_kinds, check_types, in_words
 from .model import Writer
 
 # %% ../chapters/11_quantization.ipynb #check_finite
 def check_finite(weight: Tensor) -> None:
     """Refuse weights that no integer can stand for."""
+    check_types(Tensor, weight=weight)
     if not weight.is_floating_point():
         raise TypeError(f"weight must be floating point, got {weight.dtype=}")
     if bad := weight.numel() - int(weight.isfinite().sum()):
         first = (~weight.isfinite()).nonzero()[0].tolist()
         found = f"got {bad} that are not, the first at {first}"
-        raise ValueError(f"weights must be finite, {found}")
+        raise ValueError(f"weight must be finite, {found}")
+
+
+def check_layer(weight: Tensor, bias: Tensor | None) -> None:
+    """Refuse what is no matrix of floats, or no bias for it."""
+    check_types(Tensor, weight=weight)
+    check_types(Tensor | None, bias=bias)
+    if weight.dim() != 2 or not weight.is_floating_point():
+        found = f"got weight={in_words(weight)}"
+        raise TypeError(f"weight must be (R, C) floating-point numbers, {found}")
+    if bias is not None and (
+        bias.shape != weight.shape[:1] or not bias.is_floating_point()
+    ):
+        found = f"got bias={in_words(bias)} for {len(weight)} rows"
+        raise ValueError(f"bias must be (R,) floating-point numbers, {found}")
+
+
+def check_row(x: Tensor, n_features: int) -> None:
+    """Refuse what is not (..., C) floating-point numbers."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"x must be floating point, got x={in_words(x)}")
+    if x.shape[-1:] != (n_features,):
+        raise ValueError(f"x must have {n_features} features, got x={in_words(x)}")
 
 # %% ../chapters/11_quantization.ipynb #round_rows
 def round_rows(weight: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
@@ -47,9 +71,11 @@ def round_rows(weight: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
 
     Source: Jacob et al. 2018, section 2.1, with zero point 0.
     """
-    if isinstance(bits, bool) or bits not in range(2, 9):
+    if type(bits) is not int or bits not in range(2, 9):
         raise ValueError(f"bits must be a whole number from 2 to 8, got {bits=}")
     check_finite(weight)
+    if not weight.dim():
+        raise ValueError(f"weight must have rows, got weight={in_words(weight)}")
     weight, largest = weight.detach().double(), 2 ** (bits - 1) - 1
     limits = torch.finfo(torch.float32)
     scale = (weight.abs().amax(-1, keepdim=True) / largest).float()
@@ -88,6 +114,7 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
+        check_layer(weight, bias)
         (self.out_features, self.in_features), self.bias = weight.shape, bias
         self.register_buffer("like", weight.new_empty(0), persistent=False)
 
@@ -98,6 +125,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) to (..., R), in the dtype of x."""
+        check_row(x, self.in_features)
         compiling = torch.compiler.is_compiling()
         if compiling and is_one_row(x):
             wide = torch.promote_types(x.dtype, torch.float32)
@@ -257,11 +285,13 @@ class FloatLinear(nn.Linear):
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None):
         nn.Module.__init__(self)
+        check_layer(weight, bias)
         self.out_features, self.in_features = weight.shape
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) to (..., R), in the dtype of x."""
+        check_row(x, self.in_features)
         is_fast = is_one_row(x) and x.dtype == self.weight.dtype
         compiling = torch.compiler.is_compiling()
         if not is_fast or not (compiling or slabs_win(torch.get_num_threads())):
@@ -324,7 +354,7 @@ def layer_maker(bits: int, group: int) -> Callable[..., nn.Module]:
         16: BFloat16Linear,
         32: FloatLinear,
     }
-    if isinstance(bits, bool) or bits not in makers:
+    if type(bits) is not int or bits not in makers:
         raise ValueError(f"bits must be 4, 8, 16 or 32, got {bits=}")
     return makers[bits]
 
@@ -356,7 +386,9 @@ def quantize(
 
     Source: Dettmers et al. 2022, section 2.1; Jacob et al. 2018.
     """
-    keep, make, made = list(keep), layer_maker(bits, group), {}
+    check_kinds(quantize, locals())
+    keep = [keep] if isinstance(keep, str) else list(keep)
+    make, made = layer_maker(bits, group), {}
     places = list(linear_layers(model))
     for kept in keep:
         if not any(is_within(name, kept) for name, *_ in places):

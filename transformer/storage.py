@@ -22,6 +22,8 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from .attention import check_kinds, check_types, in_words
+
 # %% ../chapters/09_storage.ipynb #WORDS-F64-float64-F32-float32
 WORDS = """F64 float64 F32 float32 F16 float16 BF16 bfloat16 F8_E4M3 float8_e4m3fn
 F8_E5M2 float8_e5m2 I64 int64 I32 int32 I16 int16 I8 int8 U64 uint64 U32 uint32
@@ -207,6 +209,9 @@ def write_checkpoint(
     """
     if type(keep) is not int or keep < 1:
         raise ValueError(f"keep must be a positive int, got {keep!r}")
+    check_kinds(write_checkpoint, locals())
+    for name, tensor in tensors.items():
+        check_types(Tensor, **{f"tensors[{name!r}]": tensor})
     check_plain(state)
     folder, newest = Path(folder), "none"
     try:
@@ -240,7 +245,13 @@ class Checkpoint(NamedTuple):
 
     def copy(self, name: str, target: Tensor) -> None:
         """Fill target with a tensor, and let the system drop what was fetched."""
+        check_types(Tensor, target=target)
+        if name not in self.tensors:
+            raise KeyError(f"name must be that of a tensor, got {name=}")
         stored = self.tensors[name]
+        if target.shape != stored.shape:
+            found = f"{in_words(target)} for {tuple(stored.shape)}"
+            raise ValueError(f"target must have the shape that is stored, got {found}")
         if hasattr(target, "device_mesh"):  # in pieces, one for each process
             from torch.distributed.tensor import distribute_tensor
 
@@ -277,6 +288,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         FileNotFoundError: There is no such JSON file.
         ValueError: A file is missing, cut short, changed, or of another kind.
     """
+    check_kinds(read_checkpoint, locals())
     if Path(path).suffix not in (".json", ".safetensors"):
         raise ValueError(f"a checkpoint must be a .json file, got {path}")
     path = Path(path).with_suffix(".json")
@@ -309,6 +321,7 @@ def newest_checkpoint(folder: str | Path) -> Checkpoint:
     Warns:
         RuntimeWarning: A newer one is damaged.
     """
+    check_kinds(newest_checkpoint, locals())
     folder, faults = Path(folder), []
     if not folder.is_dir():
         raise FileNotFoundError(f"no checkpoint in {folder}: there is no such folder")

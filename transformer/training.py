@@ -27,12 +27,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from .attention import MultiHeadAttention
+from .attention import (
+    MultiHeadAttention,
+    check_between,
+    check_kinds,
+    check_positive,
+    check_sizes,
+)
 from .blocks import PreNormBlock, scaled_init
 from .checkpoint import gathered, load_checkpoint, rank, save_checkpoint
 from .data import IGNORED, BytePairTokenizer, batches
 from .feedforward import GatedFeedForward
-from .model import LanguageModel
+from .model import LanguageModel, check_labels, list_blocks
 from .norms import RMSNorm
 from .positions import RoPE
 from .storage import newest_checkpoint
@@ -87,27 +93,26 @@ def cross_entropy(
         One number; 0 with zero gradients where there is no real label.
 
     Raises:
-        ValueError: Shapes do not fit, or ε is not in 0 … 1.
+        TypeError: logits are not floating point, or labels not int64.
+        ValueError: Shapes do not fit, a label is no token, ε is not in 0 … 1, or n is
+            no whole number from 0.
 
     Source: Szegedy et al. 2016, section 7, for smoothing.
     """
-    if logits.shape[:-1] != labels.shape:
-        found = f"logits {tuple(logits.shape)}, labels {tuple(labels.shape)}"
-        raise ValueError(f"logits must be labels' shape and V, got {found}")
-    if not 0 <= smoothing <= 1:
-        raise ValueError(f"smoothing must be in 0 … 1, got {smoothing=}")
-    n_rows = 2**18 // logits.size(-1) + 1 if logits.device.type == "cpu" else 2**31
-    nats = LabelNats.apply(logits.flatten(0, -2), labels.flatten(), smoothing, n_rows)
+    check_labels(logits, labels, smoothing, count)
+    n = 2**18 // logits.size(-1) + 1 if logits.device.type == "cpu" else 2**31
+    try:
+        nats = LabelNats.apply(logits.flatten(0, -2), labels.flatten(), smoothing, n)
+    except IndexError as error:  # a GPU does not say so
+        raise ValueError(f"labels must be below {logits.size(-1)}: {error}") from None
     n = labels.ne(IGNORED).sum() if count is None else torch.as_tensor(count)
     return nats / n.clamp(min=1)
 
 # %% ../chapters/09_training.ipynb #check_step
-def check_step(step: int, warmup: int) -> None:
+def check_step(warmup: int, **counts: int) -> None:
     """Refuse steps that are not counted from 1."""
-    if type(step) is not int or step < 1:
-        raise ValueError(f"steps must be counted from 1, got {step=}")
-    if type(warmup) is not int or warmup < 0:
-        raise ValueError(f"warmup must be a number of steps, got {warmup=}")
+    check_sizes(**counts)
+    check_sizes(0, warmup=warmup)
 
 # %% ../chapters/09_training.ipynb #inverse_sqrt
 def inverse_sqrt(step: int, d_model: int, warmup: int) -> float:
@@ -122,11 +127,11 @@ def inverse_sqrt(step: int, d_model: int, warmup: int) -> float:
         warmup: w, in steps.
 
     Raises:
-        ValueError: Steps are not counted from 1, or w is negative.
+        ValueError: Steps are not counted from 1, w is negative, or C no whole number.
 
     Source: Vaswani et al. 2017, eq. 3.
     """
-    check_step(step, warmup)
+    check_step(warmup, step=step, d_model=d_model)
     rise = step * warmup**-1.5 if warmup else math.inf
     return d_model**-0.5 * min(step**-0.5, rise)
 
@@ -148,13 +153,15 @@ def warmup_cosine(
         floor: The smallest after the peak.
 
     Raises:
-        ValueError: Steps are not counted from 1, or w is not in 0 … steps.
+        ValueError: Steps are not counted from 1, w is not in 0 … steps, the peak is not
+            positive, or the floor not in 0 … peak.
 
     Source: Loshchilov and Hutter 2017, eq. 5, without restarts.
     """
-    check_step(step, warmup)
-    if warmup > steps:
-        raise ValueError(f"warmup must not exceed steps, got {warmup=}, {steps=}")
+    check_step(warmup, step=step, steps=steps)
+    check_between(0, steps, warmup=warmup)
+    check_positive(peak=peak)
+    check_between(0, peak, floor=floor)
     top = max(warmup, 1)
     if step <= top:
         return peak * (step / top)  # exactly the peak at last, never more
@@ -176,11 +183,11 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     Raises:
         ValueError: Nothing can be trained, or the decay is negative.
     """
+    check_kinds(decay_groups, locals())
+    check_between(0, math.inf, weight_decay=weight_decay)
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError("model must have parameters to train, got none")
-    if weight_decay < 0:
-        raise ValueError(f"weight_decay must not be negative, got {weight_decay=}")
     matrices = [p for p in parameters if p.dim() > 1]
     others = [p for p in parameters if p.dim() < 2]
     pairs = (matrices, weight_decay), (others, 0.0)
@@ -196,7 +203,7 @@ def recompute(blocks: Iterable[nn.Module]) -> None:
     Args:
         blocks: Modules, such as `model.blocks`. One that does so already stays.
     """
-    for block in blocks:
+    for block in list_blocks(blocks):
         if "forward" not in vars(block):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
@@ -212,7 +219,12 @@ def small_decoder(vocab_size: int, n_layers: int, d_model: int, n_heads: int):
         n_layers: L.
         d_model: C, a multiple of 2 · H.
         n_heads: H.
+
+    Raises:
+        ValueError: An argument is no whole number from 1, or C no multiple of 2 · H.
     """
+    check_sizes(vocab_size=vocab_size, n_layers=n_layers)
+    check_sizes(d_model=d_model, n_heads=n_heads)
     d_ff = 32 * -(-8 * d_model // 96)
     blocks = []
     for _ in range(n_layers):
@@ -226,24 +238,16 @@ def small_decoder(vocab_size: int, n_layers: int, d_model: int, n_heads: int):
 # %% ../chapters/09_training.ipynb #check_recipe
 def check_recipe(r) -> None:
     """Refuse settings out of range."""
-    least_of = {"steps": 1, "warmup": 0, "pieces": 1, "save_every": 0}
-    for name, least in least_of.items():
-        value = getattr(r, name)
-        if type(value) is not int or value < least:
-            rule = f"{name} must be a whole number from {least}"
-            raise ValueError(f"{rule}, got {name}={value!r}")
-    rules = [
-        ("warmup must not exceed steps", r.warmup <= r.steps, "warmup", "steps"),
-        ("rate must be positive", 0 < r.rate < math.inf, "rate"),
-        ("floor must be in 0 … rate", 0 <= r.floor <= r.rate, "floor", "rate"),
-        ("weight_decay must not be negative", r.weight_decay >= 0, "weight_decay"),
-        ("clip must be positive", r.clip is None or r.clip > 0, "clip"),
-        ("smoothing must be in 0 … 1", 0 <= r.smoothing <= 1, "smoothing"),
-    ]
-    for rule, kept, *names in rules:
-        if not kept:
-            found = ", ".join(f"{name}={getattr(r, name)}" for name in names)
-            raise ValueError(f"{rule}, got {found}")
+    check_sizes(steps=r.steps, pieces=r.pieces)
+    check_sizes(0, warmup=r.warmup, save_every=r.save_every)
+    check_between(0, r.steps, warmup=r.warmup)
+    check_positive(rate=r.rate, clip=1 if r.clip is None else r.clip)
+    check_between(0, r.rate, floor=r.floor)
+    check_between(0, 1, smoothing=r.smoothing)
+    check_between(0, math.inf, weight_decay=r.weight_decay)
+    check_kinds(Recipe, {"betas": r.betas})
+    check_between(2, 2, **{"length of betas": len(r.betas)})
+    check_between(0, 1 - 1e-9, **{f"betas[{i}]": b for i, b in enumerate(r.betas)})
 
 # %% ../chapters/09_training.ipynb #Recipe
 @dataclass(frozen=True)
@@ -372,6 +376,7 @@ def read_log(path: str | Path) -> list[dict]:
     Raises:
         ValueError: The file is not such a log.
     """
+    check_kinds(read_log, locals())
     text = Path(path).read_bytes().rpartition(b"\n")[0]
     try:
         found = csv.DictReader(str(text, "utf-8").splitlines())
@@ -425,11 +430,10 @@ def resumed(folder, model, optimizer, recipe: Recipe) -> tuple[int, dict] | None
     return found["step"], found["data"]
 
 # %% ../chapters/09_training.ipynb #check_run
-def check_run(model: nn.Module, data: batches, steps: int) -> None:
+def check_run(model: nn.Module, data: batches, steps: int, until: int | None) -> None:
     """Refuse what is no reader, or ends before the steps do, and a bare model."""
+    check_sizes(until=1 if until is None else until)
     check_wrapped(model)
-    if not isinstance(data, batches):
-        raise TypeError(f"data must be batches(...), got {type(data).__name__}")
     n = -(-data.stop // data.batch_size)  # nan without an end
     if n < steps:
         found = f"got {n} batches, {steps=}"
@@ -493,12 +497,14 @@ def train(
 
     Raises:
         FloatingPointError: Loss or gradient is not finite; the weights are as before.
-        TypeError: data is no `batches`.
-        ValueError: The folder holds another run, data ends too early, or several
-            processes train a model that is not wrapped.
+        TypeError: An argument is of another type.
+        ValueError: The folder holds another run, data ends too early, until is no
+            whole number from 1, or several processes train a model that is not
+            wrapped.
         OSError: The folder cannot be made or written to.
     """
-    check_run(model, data, recipe.steps)
+    check_kinds(train, locals())
+    check_run(model, data, recipe.steps, until)
     folder = None if folder is None else Path(folder)
     schedule = schedule or schedule_of(recipe)
     optimizer = optimizer or optimizer_of(recipe, model)
@@ -533,8 +539,9 @@ def evaluate(model: nn.Module, data: batches) -> float:
     Raises:
         ValueError: The reader does not end.
     """
+    check_kinds(evaluate, locals())
     if data.epochs is None:
-        raise ValueError("data must end: give batches(..., epochs=1)")
+        raise ValueError(f"data must end, with epochs=1, got {data.epochs=}")
     was_training, device = model.training, next(model.parameters()).device
     nats, count = torch.zeros(2, device=device, dtype=torch.float64)
     for batch in replace(data, rank=rank(), world_size=n_ranks()):
