@@ -788,7 +788,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'transformer.training.between': ('training.html#between', 'transformer/training.py'),
                                       'transformer.training.check_recipe': ('training.html#check_recipe', 'transformer/training.py'),
                                       'transformer.training.check_run': ('training.html#check_run', 'transformer/training.py'),
-                                      'transformer.training.check_step': ('training.html#check_step', 'transformer/training.py'),
                                       'transformer.training.check_wrapped': ('training.html#check_wrapped', 'transformer/training.py'),
                                       'transformer.training.cross_entropy': ('training.html#cross_entropy', 'transformer/training.py'),
                                       'transformer.training.decay_groups': ('training.html#decay_groups', 'transformer/training.py'),
