@@ -386,9 +386,9 @@ def quantize(
 
     Source: Dettmers et al. 2022, section 2.1; Jacob et al. 2018.
     """
+    make, made = layer_maker(bits, group), {}
     check_kinds(quantize, locals())
     keep = [keep] if isinstance(keep, str) else list(keep)
-    make, made = layer_maker(bits, group), {}
     places = list(linear_layers(model))
     for kept in keep:
         if not any(is_within(name, kept) for name, *_ in places):
