@@ -24,7 +24,11 @@ from transformer.long_range import (
 )
 from transformer.model import Encoder, EncoderDecoder, LanguageModel
 from transformer.norms import LayerNorm, RMSNorm
-from transformer.positions import RelativeAttention, RoPE, alibi_attention
+from transformer.positions import (
+    RelativeAttention,
+    SinusoidalPositions,
+    alibi_attention,
+)
 from transformer.sampling import generate, speculate
 from transformer.window import window_attention
 
@@ -193,7 +197,7 @@ def test_a_text_knows_nothing_of_its_neighbours(model, tokens):
 def test_packed_documents_score_as_if_each_stood_alone(documents, seed):
     torch.manual_seed(seed)
     block = PreNormBlock(C, MultiHeadAttention(C, H), FeedForward(C))
-    how = {"norm": LayerNorm, "rope": RoPE(C // H)}
+    how = {"norm": LayerNorm, "positions": SinusoidalPositions(C)}
     model = LanguageModel(V, C, [block], **how).double().eval()
     documents = [torch.tensor([0, *ids]) for ids in documents]
     row = torch.cat([torch.tensor([], dtype=torch.int64), *documents])[None]
