@@ -13,13 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import checks
+import environment
 import pip
 import pytest
 import test_stages
 from small_notebooks import CHAPTERS, ROOT
 
 CELLS = {path.stem: checks.colab_cell(checks.read(path)) for path in CHAPTERS}
-CARRIERS = (ROOT / "requirements" / "weights.txt").read_text(encoding="utf-8").split()
+CARRIERS = environment.pins(ROOT / "requirements" / "weights.txt")
 EACH = pytest.mark.parametrize("name", CELLS)
 
 
@@ -227,13 +228,14 @@ def stem(name: str) -> str:
 @pytest.fixture(scope="module")
 def old_widgets() -> Path:
     """A folder with ipywidgets 7.7.1, fetched once."""
-    pins = (ROOT / "requirements" / "colab.txt").read_text(encoding="utf-8").split()
-    folder = OLD / "-".join(pins)
+    lock = ROOT / "requirements" / "colab.txt"
+    folder = OLD / "-".join(environment.pins(lock))
     if not folder.is_dir():
         part = OLD / "part"
         shutil.rmtree(OLD, ignore_errors=True)
         install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
-        subprocess.run([*install, "--target", str(part), *pins], check=True)
+        locked = ["--require-hashes", "-r", str(lock)]
+        subprocess.run([*install, "--target", str(part), *locked], check=True)
         part.rename(folder)
     return folder
 

