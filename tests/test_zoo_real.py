@@ -5,6 +5,8 @@ A missing carrier is a failure: `make test` installs it.
 """
 
 import re
+import subprocess
+import sys
 
 import gguf
 import pytest
@@ -286,3 +288,36 @@ def test_features_are_those_of_transformers(sound, conform):
 
     how = {"reference": "transformers.WhisperFeatureExtractor", "atol": 1e-12}
     conform("mel_filters", "forward", mel_filters(), torch.tensor(loud), **how)
+
+
+# --- memory ---------------------------------------------------------------------------
+
+PROGRAM = """
+import sys, torch
+from transformer.zoo import load
+
+def kilobytes(what):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(x.split()[1]) for x in lines if x.startswith(what))
+
+torch.zeros(10) + 1
+torch.ones(2, device="meta") / 2  # torch imports its compiler: 75 MB of code
+before = kilobytes("VmRSS")
+model = load(sys.argv[1])
+size = sum(p.nbytes for p in model.parameters())
+print((kilobytes("VmHWM") - before) * 1024 / size)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+@pytest.mark.parametrize("name", ["smollm2", "minilm", "whisper", "gpt2"])
+def test_loading_takes_a_fifth_more_than_the_weights_at_most(name, tmp_path):
+    if name == "gpt2":  # all matrices are transposed
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        model = GPT2LMHeadModel(GPT2Config(n_layer=6, vocab_size=30_000))
+        model.save_pretrained(tmp_path)
+        name = str(tmp_path)
+    command = [sys.executable, "-c", PROGRAM, name]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 0.9 < float(done.stdout) < 1.2

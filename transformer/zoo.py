@@ -161,7 +161,8 @@ def gguf_config(weights: Weights) -> dict:
     whole = type(heads) is int and type(d) is int and heads > 0
     d_head = said.get("attention.key_length", d // heads if whole else None)
     wanted = {"expert_count": 0, "rope.scaling.type": "none"}
-    wanted |= {"rope.dimension_count": d_head, "attention.value_length": d_head}
+    widths = ("rope.dimension_count", "attention.value_length") if whole else ()
+    wanted |= dict.fromkeys(widths, d_head)
     check_says(weights, said, wanted)
     config = {ours: said.get(theirs) for ours, theirs in GGUF_WORDS.items()}
     rope = {"rope_type": "default", "rope_theta": said.get("rope.freq_base", 10000.0)}
