@@ -566,8 +566,8 @@ BAD_CT2 = {
         ct2_bytes({"a": torch.ones(2)}, codes={torch.float32: 4}),
         ["does not fit its bytes"],
     ),
-    "alias": (ct2_bytes({"a": torch.ones(2)}, [("b", "z")]), ["alias of nothing"]),
-    "taken": (ct2_bytes({"a": torch.ones(2)}, [("a", "a")]), ["alias of nothing, or"]),
+    "alias": (ct2_bytes({"a": torch.ones(2)}, [("b", "z")]), ["bad alias: b of z"]),
+    "taken": (ct2_bytes({"a": torch.ones(2)}, [("a", "a")]), ["bad alias: a of a"]),
     "surplus": (ct2_bytes({"a": torch.ones(2)}) + b"!", ["1 bytes after its last"]),
     "short": (ct2_bytes({"a": torch.ones(2)})[:-9], ["cut short"]),
     "name": (

@@ -17,8 +17,9 @@ import torch
 
 from .attention import check_kinds
 from .checkpoint import load_checkpoint
-from .data import BytePairTokenizer, ByteTokenizer, batches, write_whole
+from .data import BytePairTokenizer, ByteTokenizer, batches
 from .model import LanguageModel, count_parameters
+from .records import write_whole
 from .sources import text
 from .storage import newest_checkpoint
 from .training import Recipe, evaluate, small_decoder, train

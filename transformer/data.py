@@ -21,6 +21,8 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
+from .records import write_whole
+
 # %% ../chapters/09_data.ipynb #check_text
 END = "<|endoftext|>"
 
@@ -218,18 +220,6 @@ def tokenizer_json(vocab: dict, merges: list, specials: Iterable[str]) -> str:
     core = engine(vocab, merges)
     core.add_special_tokens([*specials])
     return core.to_str(pretty=True)
-
-
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a file of text whole or not at all."""
-    path = Path(path)
-    part = path.with_name(f"{path.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 # %% ../chapters/09_data.ipynb #read_saved
 def read_saved(path: str | Path, make: type):

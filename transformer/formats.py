@@ -148,9 +148,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Place], dict]:
             case {"dtype": kind, "shape": [*shape], "data_offsets": [int(a), int(b)]}:
                 add(file, name, str(kind), shape, file.at + a, b - a)
             case _:
-                raise file.fault(
-                    f"has a bad entry in its table: {name:.80} {entry!s:.80}"
-                )
+                raise file.fault(f"has a bad entry: {name:.80} {entry!s:.80}")
     check_tiles(file, file.at, 1)
     return file.places, metadata
 
@@ -258,9 +256,7 @@ def read_ctranslate2(path: Path) -> tuple[dict[str, Place], dict]:
     for _ in range(file.number("I")):
         alias, name = file.text("H"), file.text("H")
         if alias in file.places or name not in file.places:
-            raise file.fault(
-                f"has an alias of nothing, or taken: {alias:.80} of {name:.80}"
-            )
+            raise file.fault(f"has a bad alias: {alias:.80} of {name:.80}")
         aliases[alias], file.places[alias] = name, file.places[name]
     if surplus := len(file.memory) - file.at:
         raise file.fault(f"has {surplus} bytes after its last tensor")

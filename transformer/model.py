@@ -54,7 +54,7 @@ class EmbeddingSum(nn.Module):
         x = x if self.positions is None else self.positions(x, positions)
         return x if self.norm is None else self.norm(x)
 
-# %% ../chapters/05_models.ipynb #Stack
+# %% ../chapters/05_models.ipynb #list_blocks
 def list_blocks(blocks: Iterable[nn.Module]) -> list[nn.Module]:
     """Blocks as a list, if they are modules."""
     check_types(Iterable, blocks=blocks)
@@ -83,7 +83,7 @@ def check_tokens(**texts: Tensor) -> None:
         if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
             raise TypeError(f"{name} must be whole numbers, got {name}={in_words(ids)}")
 
-
+# %% ../chapters/05_models.ipynb #Stack
 class Stack(nn.Module):
     """What every model holds: an embedding, positions, blocks, a last norm."""
 

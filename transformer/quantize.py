@@ -104,6 +104,12 @@ def slabs_in_cache(n_rows: int, n_columns: int) -> list[slice]:
     step = max(1, IN_CACHE // n_columns)
     return [slice(i, i + step) for i in range(0, max(1, n_rows), step)]
 
+
+def slab_by_slab(layer: nn.Module, x: Tensor) -> Tensor:
+    """The product of x (..., C) with a layer's weights, restored a slab at a time."""
+    slabs = slabs_in_cache(layer.out_features, layer.in_features)
+    return torch.cat([F.linear(x, layer.restore(s).to(x.dtype)) for s in slabs], -1)
+
 # %% ../chapters/11_quantization.ipynb #QuantizedLinear
 class QuantizedLinear(nn.Module):
     """What the layers below share: a bias, a dtype, and how x meets the weights.
@@ -134,9 +140,7 @@ class QuantizedLinear(nn.Module):
         elif compiling or x.device.type != "cpu":
             y = F.linear(x, self.restore().to(x.dtype))
         else:
-            slabs = slabs_in_cache(self.out_features, self.in_features)
-            parts = [F.linear(x, self.restore(s).to(x.dtype)) for s in slabs]
-            y = torch.cat(parts, -1)
+            y = slab_by_slab(self, x)
         return y if self.bias is None else y + self.bias
 
     def _apply(self, fn, recurse=True):

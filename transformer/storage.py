@@ -176,7 +176,7 @@ def read_state(path: Path) -> dict:
             return state
     raise ValueError(f"{path.name} does not tell the size and digest of its tensors")
 
-
+# %% ../chapters/09_storage.ipynb #looks_whole
 def looks_whole(path: Path) -> bool:
     """Whether the JSON is as it was written, and the other file as long."""
     try:

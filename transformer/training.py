@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
+# %% ../chapters/09_training.ipynb #imports-own
 from .attention import (
     MultiHeadAttention,
     check_between,
