@@ -765,6 +765,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'transformer.storage.commit': ('storage.html#commit', 'transformer/storage.py'),
                                      'transformer.storage.digest': ('storage.html#digest', 'transformer/storage.py'),
                                      'transformer.storage.file_table': ('storage.html#file_table', 'transformer/storage.py'),
+                                     'transformer.storage.first_whole': ('storage.html#first_whole', 'transformer/storage.py'),
                                      'transformer.storage.holding': ('storage.html#holding', 'transformer/storage.py'),
                                      'transformer.storage.looks_whole': ('storage.html#looks_whole', 'transformer/storage.py'),
                                      'transformer.storage.newest_checkpoint': ('storage.html#newest_checkpoint', 'transformer/storage.py'),

@@ -10,7 +10,6 @@ __all__ = ['IGNORED', 'ByteTokenizer', 'BytePairTokenizer', 'chunks', 'pack', 'r
 import hashlib
 import json
 import mmap
-import os
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,10 +49,8 @@ def check_specials(names: Iterable[str]) -> list[str]:
 def check_ids(ids: Iterable[int], vocab_size: int, name: str = "ids") -> list[int]:
     """The ids as a list, if each is one of the vocabulary."""
     ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    if wrong := [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]:
-        raise ValueError(
-            f"{name} must be in 0 … {vocab_size - 1}, got {wrong[0]!r:.80}"
-        )
+    if bad := [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]:
+        raise ValueError(f"{name} must be in 0 … {vocab_size - 1}, got {bad[0]!r:.80}")
     return ids
 
 # %% ../chapters/09_data.ipynb #ByteTokenizer
@@ -594,7 +591,7 @@ def write_tokens(
             n = (file.tell() - HEADER) // width
             file.seek(0)
             file.write(token_header(n, vocab_size))
-        os.replace(part, path)
+        part.replace(path)
     finally:
         part.unlink(missing_ok=True)
     return n
@@ -620,7 +617,7 @@ def read_tokens(path: str | Path, vocab_size: int | None = None) -> Tensor:
         found, n = map(int, numbers.groups()) if numbers else (0, 0)
         if head != token_header(n, found):
             raise ValueError(f"{path} must be a file that write_tokens made")
-        width, size = token_width(found), os.fstat(file.fileno()).st_size
+        width, size = token_width(found), Path(path).stat().st_size
         if size != (wanted := HEADER + n * width):
             raise ValueError(f"{path} must have {wanted} bytes, got {size}")
         if vocab_size not in (None, found):

@@ -310,6 +310,16 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             rule = "is not the tensors' file of a checkpoint"
             raise ValueError(f"{beside.name} {rule}") from None
 
+# %% ../chapters/09_storage.ipynb #first_whole
+def first_whole(paths: list[Path], faults: list[str]) -> Checkpoint | None:
+    """The first checkpoint that is as it was written; faults gets those of others."""
+    for path in paths:
+        try:
+            return read_checkpoint(path)
+        except ValueError as error:
+            faults.append(str(error))
+    return None
+
 # %% ../chapters/09_storage.ipynb #newest_checkpoint
 def newest_checkpoint(folder: str | Path) -> Checkpoint:
     """Read the newest checkpoint of a folder that is as it was written.
@@ -326,16 +336,12 @@ def newest_checkpoint(folder: str | Path) -> Checkpoint:
     if not folder.is_dir():
         raise FileNotFoundError(f"no checkpoint in {folder}: there is no such folder")
     with holding(folder, writing=False):
-        for path in saved(folder):
-            try:
-                found = read_checkpoint(path)
-            except ValueError as error:
-                faults.append(str(error))
-                continue
-            if faults:
-                said = f"{'; '.join(faults)}: {path.name} is loaded instead"
-                warnings.warn(said, RuntimeWarning, stacklevel=2)
-            return found
+        found = first_whole(saved(folder), faults)
+    if found and faults:
+        said = f"{'; '.join(faults)}: {found.path.name} is loaded instead"
+        warnings.warn(said, RuntimeWarning, stacklevel=2)
+    if found:
+        return found
     if faults:
         raise ValueError(f"no whole checkpoint in {folder}: {'; '.join(faults)}")
     raise FileNotFoundError(f"no checkpoint in {folder}")

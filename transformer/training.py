@@ -411,14 +411,15 @@ def written(recipe: Recipe) -> dict:
 
 def resumed(folder, model, optimizer, recipe: Recipe) -> tuple[int, dict] | None:
     """Load the newest checkpoint of a run: its step, and where its data stands."""
+    if folder is None:
+        return None
     try:
         stored = newest_checkpoint(folder).state.get("schedule") or {}
     except FileNotFoundError:
         return None
-    here = written(recipe)
-    for name in here.keys() - MAY_DIFFER:
-        if stored.get(name) != here[name]:
-            found = f"{name}={here[name]}, saved with {stored.get(name)}"
+    for name, value in written(recipe).items():
+        if name not in MAY_DIFFER and stored.get(name) != value:
+            found = f"{name}={value}, saved with {stored.get(name)}"
             raise ValueError(f"recipe must be the one of the run so far, got {found}")
     found = load_checkpoint(folder, model, optimizer)
     return found["step"], found["data"]
@@ -502,8 +503,7 @@ def train(
     folder = None if folder is None else Path(folder)
     schedule = schedule or schedule_of(recipe)
     optimizer = optimizer or optimizer_of(recipe, model)
-    found = folder and resumed(folder, model, optimizer, recipe)
-    first, state = found or (0, data.state())
+    first, state = resumed(folder, model, optimizer, recipe) or (0, data.state())
     data = replace(data, rank=rank(), world_size=n_ranks(), resume=state)
     rows, last = start_log(folder, first), min(until or recipe.steps, recipe.steps)
     model.train()
