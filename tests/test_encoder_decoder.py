@@ -248,3 +248,16 @@ def test_trained_weights_write_the_same_tokens_as_torchs(
     assert want.std() > 1
     how = {"reference": "torch.nn.Transformer", "atol": 1e-10}
     conform("EncoderDecoder", "forward", got, want, **how)
+
+
+def test_an_encoder_of_another_kind_takes_what_it_likes():
+    class Given(nn.Module):
+        def forward(self, source, mask=None):
+            return source
+
+    model, _ = make_pair("pre")
+    heard, target = torch.randn(1, 4, 12).double(), torch.randint(5, (1, 3))
+    other = EncoderDecoder(Given(), model.decoder)
+    assert_close(other(heard, target), model.decoder(target, context=heard))
+    with pytest.raises(TypeError, match="source must be whole numbers"):
+        model(heard, target)

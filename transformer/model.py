@@ -326,12 +326,14 @@ class EncoderDecoder(nn.Module):
         """(B, S) and (B, T) tokens to (B, T, V) logits of the next target token.
 
         Args:
-            source: (B, S) whole numbers.
+            source: (B, S) whole numbers, or what another kind of encoder takes.
             target: (B, T) whole numbers, the answer so far.
             source_mask: (B, 1, 1, S) bool from `padding_mask`, for both stacks.
             target_mask: (B, 1, 1, T) bool.
         """
-        check_tokens(source=source, target=target)
+        if isinstance(self.encoder, Encoder):
+            check_tokens(source=source)
+        check_tokens(target=target)
         check_types(Tensor | None, source_mask=source_mask, target_mask=target_mask)
         context = self.encoder(source, mask=source_mask)
         return self.decoder(
