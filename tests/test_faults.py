@@ -197,7 +197,9 @@ def test_every_fault_is_seen_and_nothing_where_nothing_is_wrong(tmp_path):
 def test_copy_is_what_runs(tmp_path):
     copy_package(copy := tmp_path / "copy")
     (copy / "transformer" / "norms.py").unlink()
-    (copy / "transformer" / "norms.py").write_text("raise OSError('of the copy')\n")
+    (copy / "transformer" / "norms.py").write_text(
+        "raise OSError('of the copy')\n", encoding="utf-8"
+    )
     (found,) = outcomes(
         {copy: ["test_norms.py::test_print_shows_the_settings"]}
     ).values()

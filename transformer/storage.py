@@ -318,7 +318,6 @@ def first_whole(paths: list[Path], faults: list[str]) -> Checkpoint | None:
             return read_checkpoint(path)
         except ValueError as error:
             faults.append(str(error))
-    return None
 
 # %% ../chapters/09_storage.ipynb #newest_checkpoint
 def newest_checkpoint(folder: str | Path) -> Checkpoint:
