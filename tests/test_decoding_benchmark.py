@@ -18,7 +18,8 @@ def tiny() -> benchmark.Setting:
     shape = benchmark.SHAPES["tiny"]
     theirs = benchmark.draw(shape)
     model = benchmark.ours(theirs, shape)
-    return benchmark.choose_prompt(theirs, model, shape, 2, 6)[0]
+    case = benchmark.Case("tiny", 1, 2, False)
+    return benchmark.choose_prompt(theirs, model, case, 6)[0]
 
 
 def test_run_writes_results_and_their_table(tmp_path, monkeypatch):
@@ -27,6 +28,7 @@ def test_run_writes_results_and_their_table(tmp_path, monkeypatch):
     threads = torch.get_num_threads()
     command = ["--device=cpu", "--tiny", "--rounds=2", "--out", str(tmp_path)]
     monkeypatch.setattr(benchmark, "summary", lambda found: "done")
+    monkeypatch.setattr(benchmark, "PAUSE", 0.0)
     assert benchmark.main(command) == 0
     assert torch.get_num_threads() == threads
     found = json.loads((tmp_path / "decoding.cpu.json").read_text(encoding="utf-8"))
@@ -37,7 +39,7 @@ def test_run_writes_results_and_their_table(tmp_path, monkeypatch):
     assert {benchmark.EAGER, benchmark.THEIRS} <= set(row["seconds"])
     assert all(len(seconds) == 2 for seconds in row["seconds"].values())
     assert f"{benchmark.EAGER} | " in text and "| aim |" not in text
-    exact = [name for name in row["same"] if name not in benchmark.ROUNDED]
+    exact = [name for name in row["same"] if name not in benchmark.BITS]
     assert all(row["same"][name] == 1 for name in exact)
 
 

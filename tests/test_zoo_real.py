@@ -76,7 +76,8 @@ def test_smollm2_scores_as_transformers_does(smol, prompts, conform):
     ours, theirs = smol
     got, want = ours(prompts), theirs(prompts).logits
     assert want.std() > 1
-    how = {"reference": f"{SMOL} with SmolLM2's weights", "rtol": 1e-5, "atol": 1e-4}
+    # In float32 each is about 3e-4 from float64, at scores of up to 33.
+    how = {"reference": f"{SMOL} with SmolLM2's weights", "rtol": 1e-5, "atol": 2e-4}
     conform("load", "forward", got, want, **how)
 
 
