@@ -89,7 +89,7 @@ def config() -> dict:
 def colab_links(page: BeautifulSoup) -> set[str]:
     """Where the Colab buttons of a page lead."""
     links = (tag["href"] for tag in page.find_all("a", href=True))
-    return {link for link in links if "colab" in link}
+    return {link for link in links if "//colab." in link}
 
 
 def test_case_48_colab_button_opens_the_committed_notebook(book, page_path):
