@@ -4,8 +4,9 @@ Usage: python benchmarks/decoding.py [--device cpu|cuda] [--rounds N] [--tiny]
                                      [--out FOLDER] [--table]
 
 Writes decoding.<device>.json and, from it, decoding.<device>.md. `--tiny` runs sizes
-that take seconds; `--table` only writes the table again. The large model runs a third
-of the rounds. Without CTranslate2 (requirements/bench.txt) its rows stay empty.
+that take seconds; `--table` only writes the table again. Large models and several texts
+run a third of the rounds. Without CTranslate2 (requirements/bench.txt) its rows stay
+empty.
 """
 
 import importlib.util

@@ -21,6 +21,8 @@ from transformer.grouped import grouped_attention
 HUNT = int(os.environ.get("HUNT", "0"))
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 dtypes, seeds = st.sampled_from(DTYPES), st.integers(0, 2**16)
+counts, double = st.integers(1, 9), torch.float64
+exact = {"rtol": 1e-9, "atol": 1e-10}
 
 
 def often(n: int = 30) -> settings:

@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from properties import (
     assert_near,
     block_sizes,
+    counts,
+    double,
+    exact,
     formulas,
     heads,
     often,
@@ -42,10 +45,6 @@ from transformer.positions import (
     yarn_frequencies,
 )
 from transformer.window import window_attention, window_mask
-
-double = torch.float64
-exact = {"rtol": 1e-9, "atol": 1e-10}
-counts = st.integers(1, 9)
 
 
 @st.composite

@@ -5,7 +5,7 @@ import torch
 from cache_oracle import SCHEMES, C, H, V, decoder, prompts
 from hypothesis import given
 from hypothesis import strategies as st
-from properties import formulas, often, randoms, seeds, shuffled
+from properties import exact, formulas, often, randoms, seeds, shuffled
 from torch.testing import assert_close
 
 from transformer.attention import MultiHeadAttention, padding_mask
@@ -32,7 +32,6 @@ from transformer.positions import (
 from transformer.sampling import generate, speculate
 from transformer.window import window_attention
 
-exact = {"rtol": 1e-9, "atol": 1e-10}
 schemes = st.sampled_from(sorted(SCHEMES))
 lengths = st.integers(1, 12)
 batch_sizes = st.integers(1, 3)

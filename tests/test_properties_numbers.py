@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from properties import DTYPES, dtypes, often, randoms, seeds
+from properties import DTYPES, counts, double, dtypes, exact, often, randoms, seeds
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
@@ -41,11 +41,6 @@ from transformer.training import (
     inverse_sqrt,
     warmup_cosine,
 )
-
-double = torch.float64
-exact = {"rtol": 1e-9, "atol": 1e-10}
-counts = st.integers(1, 9)
-
 
 # --- weights of few bits -------------------------------------------------------------
 

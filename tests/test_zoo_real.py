@@ -7,6 +7,7 @@ A missing carrier is a failure: `make test` installs it.
 import re
 import subprocess
 import sys
+from copy import deepcopy
 
 import gguf
 import pytest
@@ -79,6 +80,14 @@ def test_smollm2_scores_as_transformers_does(smol, prompts, conform):
     # In float32 each is about 3e-4 from float64, at scores of up to 33.
     how = {"reference": f"{SMOL} with SmolLM2's weights", "rtol": 1e-5, "atol": 2e-4}
     conform("load", "forward", got, want, **how)
+
+
+@torch.no_grad()
+def test_smollm2_is_as_near_to_float64_as_transformers_is(smol, prompts):
+    few = prompts[:2]
+    want = deepcopy(smol[1]).double()(few).logits
+    ours, theirs = (x.double() - want for x in (smol[0](few), smol[1](few).logits))
+    assert 0 < ours.abs().max() <= 2 * theirs.abs().max() + 1e-5
 
 
 def test_smollm2_writes_what_transformers_writes(smol, prompts):
