@@ -15,6 +15,7 @@ import measured
 import pytest
 import sampled_coverage
 import test_gpu
+import test_stages
 import torch
 from bs4 import BeautifulSoup
 from conformance import COLUMNS, Conformance
@@ -312,27 +313,105 @@ def test_new_and_lost_notebooks_are_named():
     assert new == ["notebook two was measured and is not committed"]
 
 
+def leave(fresh: Path, **stages: dict) -> None:
+    """Write what stages leave when they have passed."""
+    for stage, found in stages.items():
+        measured.write(measured.left(stage, fresh), found)
+
+
+def split(tests: dict, component: str) -> dict[str, dict]:
+    """What the unit stage leaves if the kernels measure one of the components."""
+    kernels = {**tests, "components": {component: tests["components"][component]}}
+    return {"unit": changed(tests, "components", component), "kernels": kernels}
+
+
+STAGES = {**split(TESTS, "MultiHeadAttention"), "notebooks": NOTEBOOKS}
+
+
 def test_each_complaint_names_the_command_that_accepts(tmp_path):
     fresh, committed = tmp_path / "fresh", tmp_path / "committed"
-    missing = "nothing fresh to compare: stage {} has not passed"
-    found = measured.compare(committed, fresh)
-    assert found == [missing.format("unit"), missing.format("notebooks")]
-    measured.write(fresh / "tests.json", TESTS)
-    measured.write(fresh / "notebooks.json", NOTEBOOKS)
+    leave(fresh, **STAGES)
     found = measured.compare(committed, fresh)
     assert len(found) == 2 and all("nothing is committed" in one for one in found)
     assert measured.accept(committed, fresh) == ["tests.json", "notebooks.json"]
     assert measured.compare(committed, fresh) == []
+    assert measured.read(committed / "tests.json") == TESTS
+    assert measured.read(committed / "notebooks.json") == NOTEBOOKS
     less = changed(TESTS, "components", "attention")
     measured.write(committed / "tests.json", less)
     (complaint,) = measured.compare(committed, fresh)
     assert complaint.endswith("; `make measured` accepts it") and "\n" not in complaint
 
 
-def test_nothing_measured_is_nothing_accepted(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(measured, "accept", lambda: [])
+MISSING = [
+    (["unit"], "stage unit has not passed"),
+    (["kernels"], "stage kernels has not passed"),
+    (["notebooks"], "stage notebooks has not passed"),
+    (["unit", "kernels"], "stages unit and kernels have not passed"),
+]
+
+
+@pytest.mark.parametrize("gone, words", MISSING)
+@pytest.mark.parametrize("gpu", [False, True])
+def test_stage_that_has_not_passed_is_named_and_nothing_accepted(
+    tmp_path, monkeypatch, capsys, gone, words, gpu
+):
+    fresh, committed = tmp_path / "fresh", tmp_path / "committed"
+    leave(fresh, **STAGES)
+    assert measured.compare(committed, fresh) and (fresh / "tests.json").is_file()
+    for stage in gone:
+        measured.left(stage, fresh).unlink()
+    if gpu:
+        measured.write(fresh / measured.GPU, NOTEBOOKS)
+    assert f"nothing fresh to compare: {words}" in measured.compare(committed, fresh)
+    with pytest.raises(FileNotFoundError, match=f"^{words}$"):
+        measured.accept(committed, fresh)
+    assert not committed.exists()
+    monkeypatch.setattr(measured.accept, "__defaults__", (committed, fresh))
     assert measured.main(["accept"]) == 1
-    assert capsys.readouterr().out == "accepted: nothing; run `make test` first\n"
+    said = f"accepted: nothing, for {words}; run `make test` first\n"
+    assert capsys.readouterr().out == said and not committed.exists()
+
+
+def test_two_stages_add_to_one_component_and_one_module():
+    unit = changed(TESTS, "coverage", "attention", "covered", to=150)
+    found = measured.merged(unit, TESTS)
+    gelu = found["components"]["attention"]["torch.nn.GELU, torch 2.9.0"]["forward"]
+    assert gelu == {"float64": entry(2e-12, 6), "float32": entry(1e-5, 2400)}
+    assert found["coverage"] == TESTS["coverage"] and found["facts"] == FACTS
+    assert unit["coverage"]["attention"]["covered"] == 150
+
+
+def test_run_times_on_a_gpu_are_accepted_where_nothing_else_has_run(tmp_path):
+    fresh, committed = tmp_path / "fresh", tmp_path / "committed"
+    measured.write(fresh / measured.GPU, NOTEBOOKS)
+    assert measured.accept(committed, fresh) == [measured.GPU]
+    leave(fresh, **STAGES)
+    names = ["tests.json", "notebooks.json", measured.GPU]
+    assert measured.accept(committed, fresh) == names
+
+
+@pytest.mark.parametrize("stage", ["unit", "kernels"])
+@pytest.mark.parametrize("red", ["", "ruff", "test_triton", "test_ahead", "--ignore"])
+def test_red_stage_leaves_nothing_to_accept(tmp_path, monkeypatch, stage, red):
+    monkeypatch.setattr(test_stages, "MEASURED", tmp_path)
+    leave(tmp_path, **{stage: {}})
+
+    def run(*command: str, **environment: str) -> bool:
+        """Write what a run of the tests would; fail if it is the red one."""
+        line = " ".join(command)
+        good = not red or red not in line
+        if "--measured=" in line:
+            out = Path(line.partition("--measured=")[2])
+            assert not out.exists(), "an interrupted stage would leave an older run's"
+            measured.write(out, {}) if good else None
+        return good
+
+    monkeypatch.setattr(test_stages, "run", run)
+    good = getattr(test_stages, stage)()
+    reds = {"unit": ("ruff", "--ignore"), "kernels": ("test_triton", "test_ahead")}
+    assert good == (red not in reds[stage])
+    assert measured.left(stage, tmp_path).is_file() == good
 
 
 # --- coverage ---------------------------------------------------------------------

@@ -11,6 +11,7 @@ import importlib.metadata
 import math
 from pathlib import Path
 
+import measured
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,14 +104,4 @@ class Conformance:
 
     def merge(self, other: dict) -> None:
         """Take in what another process found."""
-        for component, references in other.items():
-            for reference, columns in references.items():
-                for column, dtypes in columns.items():
-                    for dtype, new in dtypes.items():
-                        row = self.found.setdefault(component, {})
-                        cell = row.setdefault(reference, {}).setdefault(column, {})
-                        old = cell.get(dtype, {"error": 0.0, "comparisons": 0})
-                        cell[dtype] = {
-                            "error": max(old["error"], new["error"]),
-                            "comparisons": old["comparisons"] + new["comparisons"],
-                        }
+        measured.add(self.found, other)

@@ -1,8 +1,10 @@
 """What `make test` measures, beside what is committed for the status and other pages.
 
-The stages leave build/measured/tests.json (largest errors, coverage) and notebooks.json
-(outputs compared, run times); `make measured` copies them to site/measured, where the
-book reads them. Errors may grow tenfold and run times differ fivefold between machines.
+Each stage that passes leaves a file in build/measured: unit and kernels largest errors
+and coverage, together tests.json, and notebooks the outputs compared and run times.
+`make measured` copies them to site/measured, where the book reads them, once all of
+these stages have passed. Errors may grow tenfold and run times differ fivefold between
+machines.
 
 Usage: python tools/measured.py compare|accept
 """
@@ -10,6 +12,7 @@ Usage: python tools/measured.py compare|accept
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -22,7 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FRESH = ROOT / "build" / "measured"
 COMMITTED = ROOT / "site" / "measured"
-FILES = {"tests.json": "unit", "notebooks.json": "notebooks"}  # and their stages
+# The files of site/measured, and the stages that they come from.
+FILES = {"tests.json": ("unit", "kernels"), "notebooks.json": ("notebooks",)}
 GPU = "notebooks.cuda.json"
 
 GROWTH = 10  # how many times an error may be the committed one, above the floor
@@ -71,14 +75,45 @@ def percent(module: dict[str, int]) -> float:
     return 100 * module["covered"] / max(1, module["statements"])
 
 
-def add(path: Path, more: Path) -> None:
-    """Add to what the unit tests measured what tests of a process apart did."""
-    found, others = read(path), read(more)
-    found["components"] |= others["components"]
-    for module, lines in others["coverage"].items():
+def add(found: dict, more: dict) -> None:
+    """Take in errors that another process found: the larger ones, and all counts."""
+    for component, references in more.items():
+        for reference, columns in references.items():
+            for column, dtypes in columns.items():
+                row = found.setdefault(component, {}).setdefault(reference, {})
+                cell = row.setdefault(column, {})
+                for dtype, new in dtypes.items():
+                    old = cell.get(dtype, {"error": 0.0, "comparisons": 0})
+                    error = max(old["error"], new["error"])
+                    n = old["comparisons"] + new["comparisons"]
+                    cell[dtype] = {"error": error, "comparisons": n}
+
+
+def merged(found: dict, more: dict) -> dict:
+    """What the tests of two stages measured, on the machine of the first."""
+    found = json.loads(json.dumps(found))
+    add(found["components"], more["components"])
+    for module, lines in more["coverage"].items():
         known = found["coverage"].setdefault(module, lines)
         known["covered"] = max(known["covered"], lines["covered"])
-    write(path, found)
+    return found
+
+
+def left(stage: str, fresh: Path) -> Path:
+    """The file that a stage leaves when it has passed."""
+    return fresh / f"{stage}.json"
+
+
+def lacking(name: str, fresh: Path) -> list[str]:
+    """The stages that have not passed, of those that a file comes from."""
+    return [stage for stage in FILES[name] if not left(stage, fresh).is_file()]
+
+
+def gather(name: str, fresh: Path) -> Path:
+    """The file with all that its stages, which have passed, have left."""
+    parts = [read(left(stage, fresh)) for stage in FILES[name]]
+    write(fresh / name, functools.reduce(merged, parts))
+    return fresh / name
 
 
 def gather_notebooks(folder: Path, out: Path) -> None:
@@ -165,35 +200,53 @@ def compare_notebooks(committed: dict, fresh: dict) -> list[str]:
 COMPARE = {"tests.json": compare_tests, "notebooks.json": compare_notebooks}
 
 
+def unpassed(stages: list[str]) -> str:
+    """That stages have not passed, in words."""
+    has = "stage {} has" if len(stages) == 1 else "stages {} have"
+    return f"{has.format(' and '.join(stages))} not passed"
+
+
 def compare(committed: Path = COMMITTED, fresh: Path = FRESH) -> list[str]:
     """What is missing or differs, one line each."""
     complaints = []
-    for name, stage in FILES.items():
-        if not (fresh / name).is_file():
-            complaints.append(f"nothing fresh to compare: stage {stage} has not passed")
+    for name, stages in FILES.items():
+        if missing := lacking(name, fresh):
+            complaints.append(f"nothing fresh to compare: {unpassed(missing)}")
             continue
-        found = [f"nothing is committed of what stage {stage} measures"]
+        path, names = gather(name, fresh), " and ".join(stages)
+        found = [f"nothing is committed of what {names} measure"]
         if (committed / name).is_file():
-            found = COMPARE[name](read(committed / name), read(fresh / name))
+            found = COMPARE[name](read(committed / name), read(path))
         complaints += [f"{one}; `make measured` accepts it" for one in found]
     return complaints
 
 
 def accept(committed: Path = COMMITTED, fresh: Path = FRESH) -> list[str]:
-    """Copy what was measured to where the book reads it; the names of the files."""
+    """Copy what was measured to where the book reads it; the names of the files.
+
+    All that is measured here is taken or none; run times on a GPU come alone if no
+    stage has passed here.
+    """
+    missing = [stage for name in FILES for stage in lacking(name, fresh)]
+    found = [fresh / GPU] if (fresh / GPU).is_file() else []
+    if missing and not (found and len(missing) == sum(map(len, FILES.values()))):
+        raise FileNotFoundError(unpassed(missing))
+    found = found if missing else [*(gather(name, fresh) for name in FILES), *found]
     committed.mkdir(parents=True, exist_ok=True)
-    found = [name for name in (*FILES, GPU) if (fresh / name).is_file()]
-    for name in found:
-        shutil.copyfile(fresh / name, committed / name)
-    return found
+    for path in found:
+        shutil.copyfile(path, committed / path.name)
+    return [path.name for path in found]
 
 
 def main(words: list[str]) -> int:
     """Compare, or accept what differs."""
     if words == ["accept"]:
-        found = accept()
-        print("accepted: " + (", ".join(found) or "nothing; run `make test` first"))
-        return int(not found)
+        try:
+            print("accepted: " + ", ".join(accept()))
+        except FileNotFoundError as missing:
+            print(f"accepted: nothing, for {missing}; run `make test` first")
+            return 1
+        return 0
     if words != ["compare"]:
         sys.exit((__doc__ or "").splitlines()[-1])
     complaints = compare()

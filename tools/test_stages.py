@@ -41,35 +41,46 @@ def environment() -> bool:
     return run(sys.executable, "tools/environment.py", "test")
 
 
+def fresh(stage: str) -> Path:
+    """Where a stage writes what it measures, with nothing there of an older run."""
+    out = measures.left(stage, MEASURED)
+    out.unlink(missing_ok=True)
+    return out
+
+
+def kept(out: Path, good: bool) -> bool:
+    """Whether a stage has passed; what another has measured goes."""
+    if not good:
+        out.unlink(missing_ok=True)
+    return good
+
+
 def unit() -> bool:
     """Lint, and the tests of the package and of the repository."""
     folders = [name for name in FORMATTED if (ROOT / name).is_dir()]
     apart = ("--ignore=tests/browser", "--ignore=tests/kernels")
     pytest = (PYTHON, "-m", "pytest", "tests", *apart)
-    out = MEASURED / "tests.json"
-    out.unlink(missing_ok=True)
+    out = fresh("unit")
     options = ("-n2", "--dist=worksteal", "--durations=10", f"--measured={out}")
     steps = [
         run(PYTHON, "-m", "ruff", "check", "."),
         run(PYTHON, "-m", "ruff", "format", "--check", *folders),
         run(*pytest, *options),
     ]
-    return all(steps)
+    return kept(out, all(steps))
 
 
 def kernels() -> bool:
     """Triton's kernels, interpreted, and compiled for GPUs that are not here."""
     pytest = (PYTHON, "-m", "pytest", "-n2", "--dist=worksteal", "--durations=5")
-    out = MEASURED / "kernels.json"
+    out = fresh("kernels")
     interpreted = (*pytest, "tests/kernels/test_triton.py", f"--measured={out}")
     with tempfile.TemporaryDirectory() as cache:  # compiled anew each time
         steps = [
             run(*interpreted, TRITON_INTERPRET="1"),
             run(*pytest, "tests/kernels/test_ahead.py", TRITON_CACHE_DIR=cache),
         ]
-    if all(steps) and (MEASURED / "tests.json").exists():
-        measures.add(MEASURED / "tests.json", out)
-    return all(steps)
+    return kept(out, all(steps))
 
 
 def build_wheel(folder: Path) -> Path | None:
@@ -135,8 +146,7 @@ def check_notebook(path: Path) -> bool:
 
 def notebooks() -> bool:
     """Every notebook gives its stored outputs, alone with the wheel, two at a time."""
-    out = MEASURED / "notebooks"
-    out.with_suffix(".json").unlink(missing_ok=True)
+    out, found = MEASURED / "notebooks", fresh("notebooks")
     shutil.rmtree(out, ignore_errors=True)
     if not (install_wheel() and imports_wheel()):
         return False
@@ -144,7 +154,7 @@ def notebooks() -> bool:
     with ThreadPoolExecutor(2) as two:
         good = all(list(two.map(check_notebook, paths)))
     if good:
-        measures.gather_notebooks(out, out.with_suffix(".json"))
+        measures.gather_notebooks(out, found)
     return good
 
 
