@@ -668,6 +668,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'transformer.quantize.is_within': ('quantization.html#is_within', 'transformer/quantize.py'),
                                       'transformer.quantize.layer_maker': ('quantization.html#layer_maker', 'transformer/quantize.py'),
                                       'transformer.quantize.linear_layers': ('quantization.html#linear_layers', 'transformer/quantize.py'),
+                                      'transformer.quantize.multiply_rows': ('quantization.html#multiply_rows', 'transformer/quantize.py'),
                                       'transformer.quantize.pack_nibbles': ('quantization.html#pack_nibbles', 'transformer/quantize.py'),
                                       'transformer.quantize.quantize': ('quantization.html#quantize', 'transformer/quantize.py'),
                                       'transformer.quantize.replacement': ('quantization.html#replacement', 'transformer/quantize.py'),

@@ -156,8 +156,8 @@ def sample(
     """
     if temperature == 0:
         check_filter(temperature, top_k, top_p)
-        token = logits.argmax(-1)
-        check_logits(logits.gather(-1, token[..., None]))
+        largest, token = logits.max(-1)
+        check_logits(largest[..., None])
         return token
     x = filter_logits(logits, temperature, top_k, top_p)
     return draw(x.double().softmax(-1), generator)
@@ -209,7 +209,9 @@ def compiled_step(model: nn.Module, cache: StaticCache, tokens: Tensor, context:
         check_slots(model, cache.n_slots)
         code = read_fused.__code__.replace(co_name="step")  # compilations of its own
         step = FunctionType(code, read_fused.__globals__)
-        steps[key] = torch.compile(step, fullgraph=True, dynamic=False)
+        how = {"fullgraph": True, "dynamic": False}
+        how["options"] = {"size_asserts": False}  # guards have asked the same
+        steps[key] = torch.compile(step, **how)
     return steps[key]
 
 # %% ../chapters/11_sampling.ipynb #stream
