@@ -199,11 +199,16 @@ HARMLESS = {
         "class Model",
         "def other(): pass\n\nclass Model",
     ),
+    "a check": (
+        *("class Model", "def check_x(x): assert x\n\nclass Model"),
+        *("return attention", "check_x(x)\n    return attention"),
+    ),
+    "a check in a method": ("return x + 1", "check_x(x)\n        return x + 1"),
 }
 
 
 @pytest.mark.parametrize("change", HARMLESS.values(), ids=HARMLESS)
-def test_new_layout_is_not_stale(lab, change):
+def test_new_layout_or_check_is_not_stale(lab, change):
     assert lab.load(*change).run()["n"] == 4
 
 
@@ -279,6 +284,219 @@ def test_class_of_fields_is_no_obstacle(lab):
         module.run()
 
 
+# --- what can only refuse ----------------------------------------------------------
+
+STEP = """
+def run(n, items):
+    {line}
+    return half(n)
+def half(n):
+    return n / 2
+{beside}
+"""
+
+
+def hash_of(line="", beside=""):
+    """The hash of `run` with one more statement, beside other definitions."""
+    nodes = ast.parse(STEP.format(line=line or "pass", beside=beside)).body
+    return records.experiment_hash("run", {n.name: n for n in nodes}.get)
+
+
+CHECK = "def check_n(n):\n    if n < 1: raise ValueError(n)"
+REFUSALS = (
+    "check_n(n)",
+    "check_n(n, least=len(items), kind=type(n))",
+    "check_kinds(run, locals())",
+    "if n < 1: raise ValueError(f'n must be from 1, got {n=}')",
+    "if not isinstance(n, int) or n.dim() != 2: raise TypeError(str(items.pop()))",
+    "if n < 1: found = items[0]; raise ValueError(found)",
+    "if n is not None: check_n(n)",
+    "if n is not None:\n        if n < 1: raise ValueError(n)",
+)
+
+
+@pytest.mark.parametrize("line", REFUSALS)
+def test_statement_that_can_only_refuse_leaves_the_hash(line):
+    assert hash_of(line) == hash_of(line, CHECK) == hash_of()
+    assert hash_of(f"for i in items: n = i; {line}" if line[:2] != "if" else line)
+
+
+def test_rule_of_a_check_is_no_part_of_the_hash():
+    other = CHECK.replace("1", "2")
+    assert hash_of("check_n(n)", CHECK) == hash_of("check_n(n)", other)
+
+
+ACTS = (
+    "check_n(n := 3)",
+    "if (n := 3) < 1: raise ValueError(n)",
+    "if (m := n) < 1: raise ValueError(m)",
+    "if items.pop() < 1: raise ValueError(n)",
+    "check_n(items.pop())",
+    "check_n(next(items))",
+    "check_n(*items)",
+    "if any(i < 1 for i in items): raise ValueError(items)",
+    "if [i for i in items]: raise ValueError(items)",
+    "if half(n) < 1: raise ValueError(n)",
+    "if (yield n): raise ValueError(n)",
+)
+
+
+@pytest.mark.parametrize("line", ACTS)
+def test_check_that_may_change_something_moves_the_hash(line):
+    assert hash_of(line) != hash_of()
+
+
+OTHERS = (
+    "n = check_n(n)",
+    "n.check_n()",
+    "half(n)",
+    "assert n > 0",
+    "if n < 1: raise StopIteration(n)",
+    "if n < 1: raise KeyError(n)",
+    "if n < 1: raise ValueError",
+    "if n < 1: n = 1",
+    "if n < 1: n += 1; raise ValueError(n)",
+    "if n < 1: items[0] = 1; raise ValueError(n)",
+    "if n < 1: items.pop(); raise ValueError(n)",
+    "if n < 1: raise ValueError(n)\n    else: n = 1",
+    "if n < 1: check_n(n); n = 1",
+    "while n < 1: raise ValueError(n)",
+    "check_n = items.pop; check_n(n)",
+    "len = items.pop\n    if len(n): raise ValueError(n)",
+)
+
+
+@pytest.mark.parametrize("line", OTHERS)
+def test_what_is_no_plain_refusal_moves_the_hash(line):
+    assert hash_of(line) != hash_of()
+
+
+@pytest.mark.parametrize("name", ["check_n", "type"])
+def test_argument_with_the_name_of_a_check_is_followed(name):
+    text = "def run(n, {name}):\n    {line}\n    return n"
+    hashes = {
+        records.experiment_hash("run", {"run": ast.parse(filled).body[0]}.get)
+        for line in ("pass", "check_n(type(n))")
+        if (filled := text.format(name=name, line=line))
+    }
+    assert len(hashes) == 2
+
+
+def test_value_of_a_check_is_followed():
+    line, check = "return check_n(n)", "def check_n(n): return n > 1"
+    assert hash_of(line, check) != hash_of(line, check.replace("1", "2"))
+
+
+CATCHERS = (
+    "try:\n        half(n)\n    except ValueError:\n        n = 0",
+    "try:\n        half(n)\n    except* ValueError:\n        n = 0",
+    "with suppress(ValueError): half(n)",
+    "with contextlib.suppress(ValueError): half(n)",
+    "with pytest.raises(ValueError): half(n)",
+    "with TestCase().assertRaises(ValueError): half(n)",
+)
+
+
+@pytest.mark.parametrize("line", CATCHERS)
+def test_checks_are_followed_where_something_catches_errors(line):
+    assert hash_of(f"{line}\n    check_n(n)") != hash_of(line)
+    called = f"{line}\n    check_n(n)"
+    assert hash_of(called, CHECK) != hash_of(called, CHECK.replace("1", "2"))
+
+
+def test_manager_of_the_notebook_may_catch_errors():
+    quiet = "class Quiet:\n    def __exit__(self, *_): return True"
+    line = "with Quiet(): half(n)"
+    assert hash_of(f"{line}; check_n(n)", quiet) != hash_of(line, quiet)
+
+
+def test_catch_two_calls_away_counts():
+    beside = "def other(n):\n    try: return n\n    except ValueError: return 0"
+    assert hash_of("n = other(n); check_n(n)", beside) != hash_of(
+        "n = other(n)", beside
+    )
+
+
+def test_finding_the_hash_leaves_the_trees_as_they_were():
+    nodes = {
+        n.name: n for n in ast.parse(STEP.format(line="check_n(n)", beside="")).body
+    }
+    before = ast.dump(nodes["run"])
+    records.experiment_hash("run", nodes.get)
+    assert ast.dump(nodes["run"]) == before
+
+
+def test_constant_that_only_a_check_reads_is_allowed(lab):
+    change = ("class Model", "MOST = 9\n\n\nclass Model", "return attention")
+    line = "if x > MOST: raise ValueError(f'at most {MOST}, got {x=}')"
+    assert lab.load(*change, f"{line}\n    return attention").run()["n"] == 4
+
+
+IN_PLACE = (
+    *("append", "extend", "insert", "remove", "pop", "popitem", "clear", "sort"),
+    *("add", "update", "discard", "setdefault", "reverse", "send", "write", "next"),
+    *("manual_seed", "setattr", "delattr", "open", "print", "exec"),
+)
+
+
+def deeds(function):
+    """What a function does besides looking and raising, to other than its own."""
+    own = {p.id for p in ast.walk(function) if isinstance(p, ast.Name)}
+    own -= {p.arg for p in ast.walk(function) if isinstance(p, ast.arg)}
+    for part in ast.walk(function):
+        name = getattr(getattr(part, "func", None), "attr", "")
+        name = name or getattr(getattr(part, "func", None), "id", "")
+        if name in IN_PLACE or (name.endswith("_") and name[:1] != "_"):
+            yield ast.unparse(part)
+        if isinstance(part, ast.Global | ast.Nonlocal | ast.Yield | ast.YieldFrom):
+            yield ast.unparse(part)
+        if isinstance(part, ast.Attribute | ast.Subscript | ast.Starred):
+            base = getattr(getattr(part, "value", None), "id", "")
+            if not isinstance(part.ctx, ast.Load) and base not in own:
+                yield ast.unparse(part)
+
+
+def package_checks():
+    """Every function check_… of the package."""
+    for path in sorted(records._results_folder().parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("check_"):
+                yield node
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x.total = 1",
+        "x[0] = 1",
+        "del x[0]",
+        "global x",
+        "x.pop()",
+        "x.add_(1)",
+        "next(x)",
+        "yield x",
+    ],
+)
+def test_deed_of_a_check_is_found(text):
+    assert [*deeds(ast.parse(f"def check_x(x):\n    {text}").body[0])]
+
+
+def test_functions_named_check_do_nothing_but_raise():
+    assert {f.name: found for f in package_checks() if (found := [*deeds(f)])} == {}
+
+
+def test_checks_that_the_hash_skips_are_those_of_the_package():
+    known = {node.name for node in package_checks()}
+    for experiment in tool.find_all():
+        nb = tool.nbformat.read(experiment.notebook, as_version=4)
+        find = tool.definitions(nb).get
+        whole = records._reached(experiment.function, find, lambda node: node)
+        kept = records._reached(experiment.function, find, records._kept)
+        assert {n for n in whole if n not in kept and n.startswith("check_")} <= known
+
+
+# --- the same everywhere -----------------------------------------------------------
+
 SAMPLE = '''
 def sample(a, *b, c: int = 1, **d) -> str:
     """Dropped."""
@@ -307,6 +525,28 @@ def test_definitions_that_call_each_other_end():
     assert records.experiment_hash("a", found.get) == records.experiment_hash(
         "b", found.get
     )
+
+
+@pytest.mark.parametrize(
+    "wrapper", ["torch.no_grad()", "functools.cache", "functools.partial"]
+)
+def test_decorator_that_hides_helpers_from_the_hash_is_refused(lab, wrapper):
+    change = (
+        "def run(n)",
+        f"@{wrapper}\ndef run(n)",
+        '"""An',
+        'import functools\nimport torch\n"""An',
+    )
+    message = "@recorded must stand right above def: .* got name='run', function="
+    with pytest.raises(TypeError, match=message) as caught:
+        lab.load(*change)
+    assert "\n" not in str(caught.value)
+
+
+def test_decorator_above_the_record_is_seen(lab):
+    change = ("@recorded", "@(lambda run: run)\n@recorded")
+    with pytest.raises(RuntimeError, match="is stale"):
+        lab.load(*change).run()
 
 
 # --- the probe ---------------------------------------------------------------------

@@ -7,6 +7,7 @@ __all__ = ['experiment_hash', 'write_whole', 'Recorded', 'recorded']
 
 # %% ../chapters/00_records.ipynb #imports
 import ast
+import copy
 import datetime
 import hashlib
 import inspect
@@ -27,7 +28,7 @@ import torch
 def _syntax(node) -> list | str:
     """A syntax tree as nested lists: no docstrings, comments, places or empty fields.
 
-    The same for Python 3.11 to 3.13, unlike `ast.dump`.
+    The same for Python 3.11 to 3.13, unlike `ast.dump`. A `pass` counts as nothing.
     """
     if isinstance(node, list):
         return [_syntax(item) for item in node]
@@ -38,6 +39,9 @@ def _syntax(node) -> list | str:
         fields["body"] = node.body[1:]
     if isinstance(node, ast.JoinedStr):  # Python 3.12 adds empty pieces
         fields["values"] = [v for v in node.values if getattr(v, "value", 1) != ""]
+    for name in ("body", "orelse", "finalbody"):
+        if isinstance(fields.get(name), list):
+            fields[name] = [n for n in fields[name] if not isinstance(n, ast.Pass)]
     kept = {
         name: value
         for name, value in fields.items()
@@ -62,29 +66,110 @@ def _outer_names(node: ast.AST) -> list[str]:
     table = symtable.symtable(ast.unparse(node), "definition", "exec")
     return sorted({*visit(table, top=True)} - {node.name})
 
+# %% ../chapters/00_records.ipynb #_kept
+def _kept(node: ast.AST) -> ast.AST:
+    """A copy of a definition with `pass` for each statement that can only refuse."""
+    kept, parts = copy.deepcopy(node), list(ast.walk(node))
+    own = {p.arg for p in parts if isinstance(p, ast.arg)}
+    own |= {p.name for p in parts if isinstance(p, _DEFINITIONS) and p is not node}
+    own |= {p.id for p in parts if isinstance(p, ast.Name) and _is_bound(p)}
+    for part in ast.walk(kept):
+        for name in ("body", "orelse", "finalbody"):
+            if isinstance(block := getattr(part, name, None), list):
+                refuses = [_only_refuses(statement, own) for statement in block]
+                pairs = zip(block, refuses, strict=True)
+                block[:] = [ast.Pass() if skip else s for s, skip in pairs]
+    return kept
+
+
+def _is_bound(name: ast.Name) -> bool:
+    """Whether a name is written here, not read."""
+    return not isinstance(name.ctx, ast.Load)
+
+
+def _only_refuses(node: ast.AST, own: set[str]) -> bool:
+    """Whether a statement of a definition that binds these names can only raise."""
+    if isinstance(node, ast.Expr) and isinstance(call := node.value, ast.Call):
+        name, values = _called(call), [*call.args, *(w.value for w in call.keywords)]
+        is_check = name.startswith("check_") and name not in own
+        return is_check and all(_only_looks(value, own) for value in values)
+    if not isinstance(node, ast.If) or node.orelse or not _only_looks(node.test, own):
+        return False
+    if all(_only_refuses(statement, own) for statement in node.body):
+        return True
+    *before, last = node.body
+    targets = [name for part in before for name in getattr(part, "targets", [part])]
+    if not all(isinstance(name, ast.Name) for name in targets):
+        return False
+    error = getattr(last, "exc", None)
+    return isinstance(error, ast.Call) and _called(error) in ("ValueError", "TypeError")
+
+# %% ../chapters/00_records.ipynb #_only_looks
+_LOOKS = {"len", "type", "isinstance", "callable", "hasattr", "getattr", "locals"}
+_METHODS = {".size", ".dim", ".numel", ".is_floating_point", ".is_complex"}
+_ACTS = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
+_LOOPS = (ast.comprehension, ast.Starred)
+_CATCHERS = {"suppress", "raises", "assertRaises", "assertRaisesRegex", "__exit__"}
+
+
+def _called(call: ast.Call) -> str:
+    """The name of what is called; that of a method with a dot before it."""
+    return getattr(call.func, "id", f".{getattr(call.func, 'attr', '')}")
+
+
+def _only_looks(node: ast.AST, own: set[str]) -> bool:
+    """Whether an expression binds nothing, has no loop, and calls what only looks."""
+    parts = list(ast.walk(node))
+    calls = {_called(part) for part in parts if isinstance(part, ast.Call)}
+    acts = any(isinstance(part, (*_ACTS, *_LOOPS)) for part in parts)
+    return not acts and calls <= (_LOOKS - own) | _METHODS
+
+
+def _catches(node: ast.AST) -> bool:
+    """Whether a run may go on after an error in this."""
+    names = {getattr(p, "id", getattr(p, "attr", "")) for p in ast.walk(node)}
+    names |= {p.name for p in ast.walk(node) if isinstance(p, ast.FunctionDef)}
+    handlers = any(isinstance(part, ast.ExceptHandler) for part in ast.walk(node))
+    return handlers or bool(names & _CATCHERS)
+
 # %% ../chapters/00_records.ipynb #experiment_hash
 def experiment_hash(name: str, find: Callable[[str], ast.AST | None]) -> str:
     """A hash of a definition and of all definitions that it reaches.
 
-    A class without methods is a list of fields and stays out.
+    A class without methods is a list of fields and stays out. So does each statement
+    that can only refuse: a call of `check_…` whose value is unused, or an `if` whose
+    body is only such calls, or raises a ValueError or TypeError. It stays in if working
+    out its test or its arguments may change something: a walrus, a loop, a call of
+    unknown effect. If anything that is reached catches errors, a refusal may be part of
+    the result, and nothing is left out. A body of `check_…` is not seen: it may only
+    raise.
 
     Args:
         name: Where to start.
         find: Gives the syntax tree of a name that is defined beside the experiment,
             None for what comes from elsewhere.
     """
+    found = _reached(name, find, _kept)
+    if any(map(_catches, found.values())):
+        found = _reached(name, find, lambda node: node)
+    trees = {name: _syntax(node) for name, node in found.items()}
+    return hashlib.sha256(_canonical(trees).encode("utf-8")).hexdigest()
+
+
+def _reached(name: str, find: Callable, kept: Callable) -> dict[str, ast.AST]:
+    """A definition and all that it reaches by name, each as `kept` leaves it."""
     found, names = {}, [name]
     while names:
         current = names.pop()
         if current in found or current in ("recorded", "Recorded"):
             continue
         node = find(current)
-        if isinstance(node, ast.ClassDef) and not _has_methods(node):
-            node = None
-        found[current] = node and _syntax(node)
-        names += _outer_names(node) if node else []
-    found = {name: tree for name, tree in found.items() if tree}
-    return hashlib.sha256(_canonical(found).encode("utf-8")).hexdigest()
+        if node is None or (isinstance(node, ast.ClassDef) and not _has_methods(node)):
+            found[current] = None
+            continue
+        found[current] = kept(node)
+        names += _outer_names(found[current])
+    return {name: node for name, node in found.items() if node}
 
 
 def _has_methods(node: ast.ClassDef) -> bool:
@@ -361,11 +446,15 @@ def recorded(name: str, *, full: dict, probe: dict) -> Callable[[Callable], Reco
         probe: Arguments of a run of at most 5 seconds.
 
     Raises:
+        TypeError: Another decorator stands between this one and the function.
         RuntimeError: (when called) The file is missing, edited or stale, or the probe
             gives another result.
     """
 
     def decorate(function: Callable[..., dict]) -> Recorded:
+        if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+            rule = "@recorded must stand right above def: what a decorator wraps, its"
+            raise TypeError(f"{rule} hash cannot follow, got {name=}, {function=}")
         return Recorded(function, name, full, probe)
 
     return decorate
