@@ -573,7 +573,7 @@ def test_padding_mask_refuses_other_lengths(lengths):
 
 @pytest.mark.parametrize("n_heads", [5, 0, -2])
 def test_split_heads_refuses_parts_that_are_not_equal(n_heads):
-    found = f"got x.size(-1)=12, n_heads={n_heads}"
+    found = f"got tuple(x.shape)=(3, 12), n_heads={n_heads}"
     message = re.escape(f"features must be a multiple of n_heads, {found}")
     with pytest.raises(ValueError, match=message):
         split_heads(zeros(3, 12), n_heads)

@@ -26,6 +26,8 @@ def in_message(value) -> str:
     """A pattern of what a message may say of a value."""
     if isinstance(value, torch.Tensor):
         said = [str(tuple(value.shape)), str(value.dtype), "the first at"]
+        if value.is_meta:  # it has no numbers
+            return "meta"
         said += [str(x) for x in value.flatten()[:9].tolist()]
     elif isinstance(value, int | float | str | None):
         said = [repr(value), str(value), type(value).__name__]

@@ -17,26 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# %% ../chapters/01_multi_head_attention.ipynb #causal_mask
-def causal_mask(
-    n_queries: int, n_keys: int | None = None, device: torch.device | None = None
-) -> Tensor:
-    """Let each query see its own position and earlier ones.
-
-    The last query stands at the last key: query i sees keys 0 … S − T + i.
-
-    Args:
-        n_queries: T.
-        n_keys: S; as many as queries by default.
-        device: Where the mask is made.
-
-    Returns:
-        (T, S) bool, True where a query may look.
-    """
-    n_keys = n_queries if n_keys is None else n_keys
-    ones = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device)
-    return ones.tril(n_keys - n_queries)
-
 # %% ../chapters/01_multi_head_attention.ipynb #check_sizes
 def in_words(value) -> str:
     """A value on one line: of a tensor its shape, dtype and device."""
@@ -48,7 +28,8 @@ def in_words(value) -> str:
 def check_sizes(least: int = 1, **sizes: int) -> None:
     """Refuse what is no whole number, such as 2.0 or True, or is too small."""
     for name, size in sizes.items():
-        if type(size) is not int or size < least:
+        whole = type(size) is int or isinstance(size, torch.SymInt)
+        if not whole or size < least:
             rule = f"{name} must be a whole number from {least}"
             raise ValueError(f"{rule}, got {name}={in_words(size)}")
 
@@ -106,6 +87,60 @@ def check_kinds(thing: Callable, given: dict) -> None:
             error = ValueError if {int, float} & {*kinds} else TypeError
             raise error(f"{name} must be {rule}, got {found}")
 
+# %% ../chapters/01_multi_head_attention.ipynb #check_device
+def check_device(device: torch.device | str | int | None) -> None:
+    """Refuse what names no device."""
+    if device is None or isinstance(device, torch.device):
+        return
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError):
+        found = f"got device={in_words(device)}"
+        raise ValueError(f"device must be one that torch knows, {found}") from None
+
+
+def check_split(x: Tensor, n_heads: int) -> None:
+    """Refuse features that cannot be cut into n_heads equal parts."""
+    if not isinstance(x, Tensor) or type(n_heads) is not int:
+        check_types(Tensor, x=x)
+        check_sizes(n_heads=n_heads)
+    if x.dim() < 2:
+        raise ValueError(f"x must be (..., tokens, features), got {tuple(x.shape)=}")
+    if n_heads < 1 or x.size(-1) % n_heads:
+        found = f"{tuple(x.shape)=}, {n_heads=}"
+        raise ValueError(f"features must be a multiple of n_heads, got {found}")
+
+
+def check_merged(x: Tensor) -> None:
+    """Refuse what has no heads."""
+    if not isinstance(x, Tensor) or x.dim() < 3:
+        raise ValueError(f"x must be a tensor (..., heads, T, D), got {in_words(x)}")
+
+# %% ../chapters/01_multi_head_attention.ipynb #causal_mask
+def causal_mask(
+    n_queries: int, n_keys: int | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Let each query see its own position and earlier ones.
+
+    The last query stands at the last key: query i sees keys 0 … S − T + i.
+
+    Args:
+        n_queries: T.
+        n_keys: S; as many as queries by default.
+        device: Where the mask is made.
+
+    Returns:
+        (T, S) bool, True where a query may look.
+
+    Raises:
+        ValueError: A count is no whole number from 0, or there is no such device.
+    """
+    n_keys = n_queries if n_keys is None else n_keys
+    check_sizes(0, n_queries=n_queries, n_keys=n_keys)
+    check_device(device)
+    ones = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device)
+    return ones.tril(n_keys - n_queries)
+
 # %% ../chapters/01_multi_head_attention.ipynb #padding_mask
 def padding_mask(lengths: Tensor, n_keys: int) -> Tensor:
     """Let every query see the first `lengths[b]` keys of sequence b.
@@ -137,8 +172,23 @@ def count_heads(x: Tensor) -> int:
     return x.size(-3) if x.dim() > 2 else 1
 
 
+def check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse whole numbers, and a mixture of devices, or of dtypes without autocast."""
+    kinds = q.dtype, k.dtype, v.dtype
+    mixed = q.dtype != k.dtype or q.dtype != v.dtype
+    if mixed and torch.is_autocast_enabled(q.device.type):
+        mixed = False
+    if mixed or not all(kind.is_floating_point for kind in kinds):
+        found = f"got {q.dtype=}, {k.dtype=}, {v.dtype=}"
+        raise TypeError(f"q, k and v must have one floating-point dtype, {found}")
+    if q.device != k.device or q.device != v.device:
+        found = f"got {q.device=}, {k.device=}, {v.device=}"
+        raise ValueError(f"q, k and v must be on one device, {found}")
+
+
 def check_mask(mask: Tensor, shape: tuple[int, ...]) -> None:
     """Refuse a mask that is not bool, or does not broadcast to shape (..., T, S)."""
+    check_types(Tensor, mask=mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool (True = may look), got {mask.dtype=}")
     pairs = zip(reversed(mask.shape), reversed(shape), strict=False)
@@ -153,9 +203,11 @@ def fit_together(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     return all(m == n or 1 in (m, n) for m, n in pairs)
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
-    """Refuse what would broadcast to a wrong answer, or fail without saying why."""
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse heads that cannot meet."""
     shapes = f"got {tuple(q.shape)=}, {tuple(k.shape)=}, {tuple(v.shape)=}"
+    if min(q.dim(), k.dim(), v.dim()) < 2:
+        raise ValueError(f"q, k and v must be (..., tokens, features), {shapes}")
     n_heads, n_shared = count_heads(q), count_heads(k)
     if q.size(-1) != k.size(-1):
         raise ValueError(f"q and k must have the same width, {shapes}")
@@ -165,10 +217,26 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         raise ValueError(f"heads of q must be a multiple of those of k, {shapes}")
     if not fit_together(q.shape[:-3], k.shape[:-3]):
         raise ValueError(f"leading dimensions of q and k must broadcast, {shapes}")
+
+# %% ../chapters/01_multi_head_attention.ipynb #check_inputs
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    """Refuse what would broadcast to a wrong answer, or fail without saying why."""
+    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+        check_types(Tensor, q=q, k=k, v=v)
+    kind, place, a, b = q.dtype, q.device, q.shape, k.shape
+    same = kind == k.dtype == v.dtype and place == k.device == v.device
+    if not same or not kind.is_floating_point:
+        check_alike(q, k, v)
+    usual = len(a) == len(b) == 4 and a[0] == b[0] and a[3] == b[3] and b == v.shape
+    if not usual or not b[1] or a[1] % b[1]:
+        check_shapes(q, k, v)
     if mask is not None:
-        heads = (n_heads,) if max(q.dim(), k.dim()) > 2 else ()
-        lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3])
-        check_mask(mask, (*lead, *heads, q.size(-2), k.size(-2)))
+        lead = a[:-3] if a[:-3] == b[:-3] else torch.broadcast_shapes(a[:-3], b[:-3])
+        heads = (count_heads(q),) if max(len(a), len(b)) > 2 else ()
+        check_mask(mask, (*lead, *heads, a[-2], b[-2]))
+        if mask.device != place:
+            found = f"got {mask.device=}, {q.device=}"
+            raise ValueError(f"mask must be on the device of q, {found}")
 
 # %% ../chapters/01_multi_head_attention.ipynb #share_heads
 def share_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,7 +251,11 @@ def share_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         k and v with H heads.
+
+    Raises:
+        ValueError: Shapes do not fit together.
     """
+    check_inputs(q, k, v, None)
     n_readers = count_heads(q) // count_heads(k)
     if n_readers < 2 or k.dim() < 3:
         return k, v
@@ -302,19 +374,19 @@ def split_heads(x: Tensor, n_heads: int) -> Tensor:
     Raises:
         ValueError: The features cannot be cut into n_heads equal parts.
     """
-    if n_heads < 1 or x.size(-1) % n_heads:
-        found = f"{x.size(-1)=}, {n_heads=}"
-        raise ValueError(f"features must be a multiple of n_heads, got {found}")
+    check_split(x, n_heads)
     return x.unflatten(-1, (n_heads, x.size(-1) // n_heads)).transpose(-3, -2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
     """Put the heads of each token side by side: (..., H, T, D) to (..., T, H·D)."""
+    check_merged(x)
     return x.transpose(-3, -2).flatten(-2)
 
 # %% ../chapters/01_multi_head_attention.ipynb #head_width
 def head_width(d_model: int, n_heads: int, d_head: int | None = None) -> int:
     """D: what is asked for, or d_model / n_heads, which must then be whole."""
+    check_kinds(head_width, locals())
     found = f"got {d_model=}, {n_heads=}, {d_head=}"
     if min(d_model, n_heads, 1 if d_head is None else d_head) < 1:
         raise ValueError(f"widths and counts must be positive, {found}")
@@ -323,12 +395,54 @@ def head_width(d_model: int, n_heads: int, d_head: int | None = None) -> int:
     return d_model // n_heads if d_head is None else d_head
 
 
-def check_mask_heads(mask: Tensor | None, x: Tensor, context: Tensor | None) -> None:
+def check_mask_heads(
+    mask: Tensor | None,
+    x: Tensor,
+    context: Tensor | None,
+    prepare: Callable | None = None,
+) -> None:
     """Refuse (B, T, S): its batch would line up with the heads."""
-    n_dims = max(x.dim(), 0 if context is None else context.dim())
-    if mask is not None and mask.dim() == n_dims > 2:
+    if prepare is not None and not callable(prepare):
+        check_types(Callable, prepare=prepare)
+    if mask is None:
+        return
+    check_types(Tensor, mask=mask, x=x)
+    check_types(Tensor | None, context=context)
+    if mask.dim() == max(x.dim(), 0 if context is None else context.dim()) > 2:
         found = f"{tuple(mask.shape)=}"
         raise ValueError(f"mask needs a heads dimension, (B, 1, T, S), got {found}")
+
+# %% ../chapters/01_multi_head_attention.ipynb #check_projected
+def check_projected(layer: nn.Module, least: int = 2, **given: Tensor) -> None:
+    """Refuse what a linear layer cannot map."""
+    weight = layer.weight if type(layer) is nn.Linear else None
+    for name, x in given.items():
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            rule = f"{name} must be a tensor of floating-point numbers"
+            raise TypeError(f"{rule}, got {name}={in_words(x)}")
+        if x.dim() < least:
+            rule = f"{name} must be (..., tokens, features)"
+            raise ValueError(f"{rule}, got {tuple(x.shape)}")
+        if x.size(-1) != layer.in_features:
+            found = f"{name} {tuple(x.shape)}"
+            raise ValueError(f"features must be {layer.in_features}, got {found}")
+        if weight is None or (x.dtype == weight.dtype and x.device == weight.device):
+            continue
+        if x.device == weight.device and torch.is_autocast_enabled(x.device.type):
+            continue
+        rule = f"{name} must be {weight.dtype} on {weight.device}, as the weights are"
+        raise TypeError(f"{rule}, got {name}={in_words(x)}")
+
+
+def check_heads_of(qkv: nn.Linear, n_heads: int, **given: Tensor) -> None:
+    """Refuse what `project_heads` cannot project or cut."""
+    if not isinstance(qkv, nn.Module) or not hasattr(qkv, "in_features"):
+        raise TypeError(f"qkv must be a Linear layer, got {in_words(qkv)}")
+    check_sizes(n_heads=n_heads)
+    if qkv.out_features % (3 * n_heads):
+        found = f"got qkv={in_words(qkv)}, {n_heads=}"
+        raise ValueError(f"qkv must have n_heads equal rows of q, k and v, {found}")
+    check_projected(qkv, **given)
 
 # %% ../chapters/01_multi_head_attention.ipynb #project_heads
 def project_heads(
@@ -346,8 +460,12 @@ def project_heads(
         q (..., H, T, D), k and v (..., H, S, D).
 
     Raises:
-        ValueError: x or context has not C features.
+        TypeError: x or context holds no numbers of the dtype and device of qkv.
+        ValueError: x or context has not C features, or qkv not rows for n_heads.
     """
+    check_heads_of(qkv, n_heads, x=x)
+    if context is not None:
+        check_projected(qkv, context=context)
     for name, given in (("x", x), ("context", context)):
         if given is not None and given.size(-1) != qkv.in_features:
             found = f"{name} {tuple(given.shape)}"
@@ -391,6 +509,7 @@ class MultiHeadAttention(nn.Module):
         attend: Callable[..., Tensor] = fused_attention,
     ):
         super().__init__()
+        check_types(Callable, attend=attend)
         width = n_heads * head_width(d_model, n_heads, d_head)
         self.n_heads, self.attend = n_heads, attend
         self.qkv = nn.Linear(d_model, 3 * width, bias=bias)
@@ -420,10 +539,10 @@ class MultiHeadAttention(nn.Module):
             (..., T, C).
 
         Raises:
-            TypeError: The mask is not bool.
+            TypeError: The mask is not bool, or x is of another dtype than the weights.
             ValueError: Widths or the shape of the mask do not fit.
         """
-        check_mask_heads(mask, x, context)
+        check_mask_heads(mask, x, context, prepare)
         q, k, v = project_heads(self.qkv, self.n_heads, x, context)
         if prepare is not None:
             q, k, v, mask = prepare(q, k, v, mask)

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .attention import check_inputs, count_heads, fold, fused_attention
+from .attention import (
+    check_alike,
+    check_inputs,
+    count_heads,
+    fold,
+    fused_attention,
+)
 
 # %% ../chapters/06_flash_attention.ipynb #online_softmax
 def online_softmax(
@@ -195,16 +201,6 @@ def check_whole(**counts: int) -> None:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             found = f"got {name}={count!r}"
             raise ValueError(f"{name} must be a positive whole number, {found}")
-
-
-def check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse whole numbers, and a mixture of dtypes or of devices."""
-    if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
-        found = f"got {q.dtype=}, {k.dtype=}, {v.dtype=}"
-        raise TypeError(f"q, k and v must have one floating-point dtype, {found}")
-    if not q.device == k.device == v.device:
-        found = f"got {q.device=}, {k.device=}, {v.device=}"
-        raise ValueError(f"q, k and v must be on one device, {found}")
 
 
 def cast_together(*inputs: Tensor) -> list[Tensor]:
