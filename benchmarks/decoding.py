@@ -50,6 +50,8 @@ LOOK_UP, THEIR_LOOK_UP = "ours, prompt look-up", "transformers, prompt look-up"
 N_DRAFT = 10  # tokens that a look-up proposes, the default of transformers
 CT2, CT2_INT8 = "CTranslate2", "CTranslate2, int8"
 BITS = {INT8: 8, INT4: 4, CT2_INT8: 8}  # these need not give the same tokens
+READ, N_READ = "a sum", 64 << 20  # numbers, more than any cache holds
+ROUNDS = 9
 PAUSE = 0.3  # seconds in which the threads of the one before go to sleep
 AIMS = {  # times the speed of transformers' default, two threads
     "12M": {COMPILED: 3.5, INT8: 5.0, EAGER: 1.9},
@@ -296,14 +298,6 @@ def choose_prompt(theirs, model, case: Case, n_new: int) -> tuple:
     raise RuntimeError("no prompt whose tokens all lead clearly")
 
 
-def read_bandwidth(n_threads: int) -> float:
-    """Bytes a second that threads read from memory: the best of some sums."""
-    torch.set_num_threads(n_threads)
-    data = torch.ones(64 << 20)
-    times = [side_by_side.wall_seconds(data.sum) for _ in range(12)]
-    return data.nbytes / min(times)
-
-
 def same_tokens(runs: dict, wanted: Tensor) -> dict[str, float]:
     """Share of tokens up to the first that differs; all, where nothing is rounded."""
     shares = {}
@@ -328,11 +322,14 @@ def measure(case: Case, rounds: int, n_new: int) -> dict:
     at, tokens, margin, apart = choose_prompt(theirs, model, case, n_new)
     runs = contenders(at, case)
     shares = same_tokens(runs, tokens)  # compiles
-    how = {"warm_up": 0, "pause": PAUSE}
+    how, data = {"warm_up": 0, "pause": PAUSE}, torch.ones(N_READ)
+    runs[READ] = data.sum
     seconds = side_by_side.interleave(runs, rounds, "wall time", **how)
+    bandwidth = data.nbytes / statistics.median(seconds.pop(READ))
     rounded = {name: [round(s, 6) for s in list_] for name, list_ in seconds.items()}
     row = case._asdict() | {"n_new": n_new, "rounds": rounds, "seconds": rounded}
     row |= {"same": shares, "margin": margin, "apart": apart}
+    row["bandwidth"] = bandwidth  # bytes a second, amid the others
     row["distinct"] = len(set(tokens.flatten().tolist()))
     made = {b: quantize(deepcopy(model), b, group=32) for b in (32, 8, 4)}
     row["bytes"] = {str(b): bytes_read(one) for b, one in made.items()}
@@ -349,8 +346,6 @@ def measure_all(device: str, rounds: int, size: str) -> dict:
     found = side_by_side.facts(device, rounds, SEED)
     names = ("transformers", "ctranslate2")
     found["peers"] = {n: version(n) for n in names if importlib.util.find_spec(n)}
-    threads = sorted({case.threads for case in CASES[size]})
-    found["bandwidth"] = {str(n): read_bandwidth(n) for n in threads}
     found["rows"] = []
     for case in CASES[size]:
         slow = case.model in ("124M", REAL) or case.batch > 1
@@ -373,20 +368,19 @@ def speed(row: dict, name: str, other: str = THEIRS) -> float:
     return Ratio(row["seconds"][other], row["seconds"][name])[0]
 
 
-def line(row: dict, name: str, bandwidth: float) -> list[str]:
+def line(row: dict, name: str) -> list[str]:
     """One contender as cells."""
     seconds = row["seconds"][name]
     a_token = statistics.median(seconds) / row["n_new"]
     n_bytes = row["bytes"][str(BITS.get(name, 32))]
     against = "1" if name == THEIRS else str(Ratio(row["seconds"][THEIRS], seconds))
-    share = f"{100 * n_bytes / a_token / bandwidth:.0f} %"
+    share = f"{100 * n_bytes / a_token / row['bandwidth']:.0f} %"
     same = f"{100 * row['same'][name]:.0f} %"
     return [name, f"{1e3 * a_token:.2f}", against, share, same]
 
 
-def section(row: dict, found: dict) -> str:
+def section(row: dict) -> str:
     """One case: a heading, what it is, a table."""
-    bandwidth = found["bandwidth"][str(row["threads"])]
     threads = "one thread" if row["threads"] == 1 else f"{row['threads']} threads"
     texts = "one text" if row["batch"] == 1 else f"{row['batch']} texts"
     shape = SHAPES[row["model"]]
@@ -396,7 +390,7 @@ def section(row: dict, found: dict) -> str:
         "The smallest lead of a chosen token is "
         f"{row['margin'] / row['apart']:.0f} times the largest difference of two "
         f"programs; {row['distinct']} different tokens are written. Memory gives "
-        f"{bandwidth / 1e9:.0f} GB/s."
+        f"{row['bandwidth'] / 1e9:.0f} GB/s."
     )
     order = [
         EAGER,
@@ -411,7 +405,7 @@ def section(row: dict, found: dict) -> str:
         CT2,
         CT2_INT8,
     ]
-    lines = [line(row, name, bandwidth) for name in order if name in row["seconds"]]
+    lines = [line(row, name) for name in order if name in row["seconds"]]
     head = ["contender", "ms a token", "times transformers' speed"]
     head += ["share of bandwidth", "same tokens"]
     model = row["model"] if row["model"] == REAL else f"{row['model']} parameters"
@@ -459,13 +453,13 @@ def page(found: dict, device: str) -> str:
         f"faster. {PAUSE} seconds pass between two, since "
         "threads of some go on waiting busily after their work. The share of the "
         "bandwidth counts weights only: what a token reads, divided by its time and by "
-        "what a sum over 256 MiB reads in a second. The last column counts tokens up "
+        "what a sum over 256 MiB reads in a second, timed in the same rounds. The last column counts tokens up "
         "to the first that differs. Random weights say little about what rounding "
         "does to a text: chapter 11 measures that."
     )
     parts = ["## Greedy decoding on the CPU", side_by_side.describe(found), said]
     parts += [aims(found["rows"])]
-    parts += [section(row, found) for row in found["rows"]]
+    parts += [section(row) for row in found["rows"]]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -481,7 +475,7 @@ def summary(found: dict) -> str:
 def main(arguments: list[str]) -> int:
     """Measure, write, say how fast we are."""
     parts = {"measure_all": measure_all, "page": page, "summary": summary}
-    return side_by_side.command(__file__, arguments, **parts)
+    return side_by_side.command(__file__, arguments, rounds=ROUNDS, **parts)
 
 
 if __name__ == "__main__":
