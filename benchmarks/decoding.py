@@ -453,9 +453,9 @@ def page(found: dict, device: str) -> str:
         f"faster. {PAUSE} seconds pass between two, since "
         "threads of some go on waiting busily after their work. The share of the "
         "bandwidth counts weights only: what a token reads, divided by its time and by "
-        "what a sum over 256 MiB reads in a second, timed in the same rounds. The last column counts tokens up "
-        "to the first that differs. Random weights say little about what rounding "
-        "does to a text: chapter 11 measures that."
+        "what a sum over 256 MiB reads in a second, timed in the same rounds. The last "
+        "column counts tokens up to the first that differs. Random weights say little "
+        "about what rounding does to a text: chapter 11 measures that."
     )
     parts = ["## Greedy decoding on the CPU", side_by_side.describe(found), said]
     parts += [aims(found["rows"])]
