@@ -120,9 +120,11 @@ def test_changed_tests_run_again_with_what_they_killed_and_what_none_did(store):
     (mutants.ROOT / FILES[1]).write_text("2", encoding="utf-8")
     again = mutants.Store("norms")
     assert again.done() == {"f 2"} and again.before == {"f 1": HERE, "f 2": THERE}
+    assert again.passed == {"f 3": [FILES[2]]}  # the tests of which are as they were
     again.add("f 5", "timeout", "", {})  # and is stopped
     again = mutants.Store("norms")
     assert again.done() == {"f 2", "f 5"} and again.before["f 1"] == HERE
+    assert again.passed == {"f 3": [FILES[2]]}
 
 
 # --- how mutants are made and run ---------------------------------------------------
@@ -171,8 +173,20 @@ def test_cases_of_a_test_stay_together_in_an_order_that_stays():
     assert found[50:] == given[50:]
 
 
+def test_bad_values_are_those_of_the_module_and_each_argument_is_a_test(monkeypatch):
+    monkeypatch.setenv("MUTATED_MODULE", "transformer.norms")
+    table = f"{mutant_runs.BAD_VALUES}::test_bad_value_is_refused"
+    rows = ("norms.RMSNorm-eps-0", "norms.RMSNorm-eps-1", "norms.RMSNorm-width-0")
+    mine = ["tests/test_norms.py::test_a[1]", *(f"{table}[{row}]" for row in rows)]
+    others = (f"{table}[{row}]" for row in ("flash.rows-n-0", "flash.norms.f-n-0"))
+    items = [Item(name) for name in (*mine, *others)]
+    mutant_runs.Rows().pytest_collection_modifyitems(items)
+    assert [item.nodeid for item in items] == mine
+    assert len({mutant_runs.test_of(name) for name in mine}) == 3
+
+
 def test_one_case_of_each_test_comes_first_and_what_killed_before_them():
-    session = mutant_runs.Session([], {}, print, ROOT)
+    session = mutant_runs.Session({}, {}, print, ROOT)
     session.seconds = {"a[0]": 3.0, "a[1]": 1.0, "b": 2.0, "c": 9.0}
     session.seconds |= {f"d[{i}]": 0.5 for i in range(5)} | {"d[5]": 20.0}
     session.items = dict.fromkeys(session.seconds)

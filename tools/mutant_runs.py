@@ -21,6 +21,7 @@ import ctypes
 import gc
 import itertools
 import json
+import math
 import os
 import random
 import resource
@@ -42,6 +43,7 @@ SHARE = 2.0  # seconds of the processor for the cases of a test
 BUDGET = 20.0  # and for all cases against a mutant, besides one of each test
 TIMES, LEAST = 10, 5.0  # processor time that a test may take: times its own, seconds
 WALL = 120.0  # seconds beyond what the tests take, for those that wait for nothing
+BAD_VALUES = "tests/test_bad_values.py"  # of all modules: a row is of one
 MEMORY = 8 << 30  # bytes
 PR_SET_PDEATHSIG = 1  # of prctl: the signal that comes when the parent ends
 
@@ -53,16 +55,32 @@ def set_mutant(name: str) -> None:
     set_mutant_under_test(name)
 
 
+def test_of(nodeid: str) -> str:
+    """The test of a case; in the table of bad values, each argument is one."""
+    if nodeid.startswith(BAD_VALUES):
+        return nodeid.rpartition("-")[0]
+    return nodeid.partition("[")[0]
+
+
 def shuffled(items: list) -> list:
     """The cases of each test in a random order, which is always the same."""
     tests = defaultdict(list)
     for item in items:
-        tests[item.nodeid.partition("[")[0]].append(item)
+        tests[test_of(item.nodeid)].append(item)
     return [
         item
         for name, cases in tests.items()
         for item in random.Random(name).sample(cases, len(cases))
     ]
+
+
+class Rows:
+    """A plugin that leaves out the bad values of other modules."""
+
+    def pytest_collection_modifyitems(self, items) -> None:
+        """Keep the rows of the table that name the mutated module."""
+        mine = f"[{os.environ['MUTATED_MODULE'].rpartition('.')[2]}."
+        items[:] = [x for x in items if BAD_VALUES not in x.nodeid or mine in x.nodeid]
 
 
 class Outcomes:
@@ -112,7 +130,9 @@ def in_child(work: Callable[[], str], wall: float | None) -> str | None:
         answer = Path(folder) / "answer"
         pid = start_child(work, str(answer))
         watch = os.pidfd_open(pid)
-        late = not select.select([watch], [], [], wall)[0]
+        seconds = itertools.count() if wall is None else range(math.ceil(wall))
+        # In steps, so that time in which this process is stopped does not count.
+        late = not any(select.select([watch], [], [], 1)[0] for _ in seconds)
         os.close(watch)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # and what it started
@@ -123,15 +143,22 @@ def in_child(work: Callable[[], str], wall: float | None) -> str | None:
         return answer.read_text(encoding="utf-8") if answer.exists() else ""
 
 
-class Session:
+class Session(Rows):
     """A plugin that runs collected tests against mutants."""
 
     def __init__(
-        self, mutants: list[str], known: dict[str, str], tell: Tell, cache: Path
+        self,
+        known: dict[str, str],
+        passed: dict[str, list[str]],
+        tell: Tell,
+        cache: Path,
     ) -> None:
-        """`tell(mutant, outcome, test)` hears of each; `known`: what killed before."""
-        self.cache = cache
-        self.mutants, self.known, self.tell = mutants, known, tell
+        """`tell(mutant, outcome, test)` hears of each mutant.
+
+        `known` has all that are to run, and what killed each before, or ""; `passed`
+        the files whose tests a mutant is known to survive.
+        """
+        self.cache, self.known, self.passed, self.tell = cache, known, passed, tell
         self.early: set[str] = set()  # functions that collection called
         self.complaint = ""
 
@@ -149,14 +176,15 @@ class Session:
             return True
         seconds, wall = sum(self.seconds.values()), time.monotonic() - started
         took = f"{len(self.seconds)} cases take {seconds:.0f} s ({wall:.0f} s)"
-        print(f"  {took}, {len(self.mutants)} mutants to run", flush=True)
+        print(f"  {took}, {len(self.known)} mutants to run", flush=True)
         recent: dict[str, list[str]] = defaultdict(list)
-        for mutant in self.mutants:
+        for mutant, before in self.known.items():
             function = mutant.partition("__mutmut_")[0]
-            first = [self.known.get(mutant, ""), *reversed(recent[function])]
-            outcome, test = self.try_mutant(
-                mutant, self.order(self.reached.get(function, []), first)
-            )
+            first = [before, *reversed(recent[function])]
+            tests = self.order(self.reached.get(function, []), first)
+            passed = {*self.passed.get(mutant, [])}
+            tests = [test for test in tests if test.partition("::")[0] not in passed]
+            outcome, test = self.try_mutant(mutant, tests)
             if test and test not in recent[function]:
                 recent[function] = [*recent[function], test][-6:]
             self.tell(mutant, outcome, test)
@@ -196,7 +224,7 @@ class Session:
         spent: dict[str, float] = defaultdict(float)
         outcomes = quiet(items[0].config)
         for item in items:
-            if spent[test := item.nodeid.partition("[")[0]] > SHARE:
+            if spent[test := test_of(item.nodeid)] > SHARE:
                 continue
             started = sum(os.times()[:4])  # of the processor, and of what a test starts
             run_item(item, None)  # which of the next runs is not known yet
@@ -216,7 +244,7 @@ class Session:
         spent: dict[str, float] = {}
         one, others = [], []
         for test in sorted(tests, key=self.seconds.__getitem__):
-            name = test.partition("[")[0]
+            name = test_of(test)
             seconds = spent.get(name, 0.0) + self.seconds[test]
             if name in spent:
                 others.append((seconds, test))
@@ -255,7 +283,7 @@ class Session:
         return "-"
 
 
-class Early:
+class Early(Rows):
     """A plugin that keeps the first failure of a whole run, that of collection too."""
 
     def __init__(self) -> None:
@@ -308,17 +336,10 @@ def import_from(folder: Path, module: str) -> None:
     os.environ["MUTATED_MODULE"] = f"transformer.{module}"
 
 
-def from_collected(
-    mutants: list[str],
-    known: dict[str, str],
-    tell: Tell,
-    cache: Path,
-    options: list[str],
-) -> str:
+def from_collected(session: Session, options: list[str]) -> str:
     """Run mutants in a child, with the tests collected once; why not, if so."""
 
     def work() -> str:
-        session = Session(mutants, known, tell, cache)
         collect(options, session)
         return session.complaint
 

@@ -3,8 +3,8 @@
 site/measured/mutants/MODULE.json holds what came of each mutant, for the conformance
 page. It is written after every mutant, so that a run goes on where one was stopped.
 When the module changes, all run again; when a file of tests does, those that a test of
-it killed, each first against that test, and the survivors. Mutants run in a fixed
-random order: those that have run are a sample.
+it killed, each first against that test, and the survivors, against the tests of that
+file. Mutants run in a fixed random order: those that have run are a sample.
 tests/survivors.toml says why each survivor stays.
 
 Usage: python tools/mutants.py [--sample=N] [MODULE ...]
@@ -45,7 +45,7 @@ LEFT_OUT = "not compile and not graph and not recompil"  # tracers see the tramp
 
 def test_files(module: str) -> list[Path]:
     """The files of tests that concern a module."""
-    stems = [module, *MORE.get(module, [])]
+    stems = [module, *MORE.get(module, []), "bad_values"]
     found = {path for stem in stems for path in ROOT.glob(f"tests/test_{stem}*.py")}
     return sorted(p for p in found if not any(word in p.stem for word in APART))
 
@@ -75,6 +75,13 @@ class Store:
             mutant: test
             for mutant, test in killed.items()
             if same_source and test.partition("::")[0] in same
+        }
+        passed = stored.get("passed", {})
+        passed |= {mutant: [*before] for mutant in stored.get("survived", {})}
+        self.passed: dict[str, list[str]] = {
+            mutant: sorted(same.intersection(files))
+            for mutant, files in passed.items()
+            if same_source
         }
         keep = stored if same_source and self.tests == before else {}
         self.timeout: list[str] = keep.get("timeout", [])
@@ -111,7 +118,8 @@ class Store:
         }
         done = self.done()
         earlier = {name: test for name, test in self.before.items() if name not in done}
-        also = {"early": self.early, "earlier": packed(earlier)}
+        passed = {name: on for name, on in self.passed.items() if name not in done}
+        also = {"early": self.early, "earlier": packed(earlier), "passed": passed}
         new = self.path.with_suffix(".new")
         write(new, found | {name: value for name, value in also.items() if value})
         os.replace(new, self.path)
@@ -196,7 +204,9 @@ def run_module(module: str, sample: int | None) -> None:
     cache = BUILD / f"{module}-{state[:16]}.json"
     if left:
         known = {name: store.before.get(plain[name], "") for name in left}
-        if complaint := mutant_runs.from_collected(left, known, tell, cache, options):
+        passed = {name: store.passed.get(plain[name], []) for name in left}
+        session = mutant_runs.Session(known, passed, tell, cache)
+        if complaint := mutant_runs.from_collected(session, options):
             sys.exit(f"{module}: {complaint}")
     store = Store(module)
     for name in [name for name in chosen if plain[name] in store.early]:
