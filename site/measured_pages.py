@@ -9,6 +9,7 @@ site/cases.json; nothing is executed. A page asks for its tables by a line ``% s
 from __future__ import annotations
 
 import ast
+import hashlib
 import html
 import json
 import re
@@ -324,6 +325,12 @@ def share_killed(counts: dict[str, int]) -> str:
     return f"{1000 * counts['killed'] // ended / 10} %" if ended else EMPTY
 
 
+def is_counted(root: Path, module: str, found: dict) -> bool:
+    """Whether a module is as it was when its mutants ran."""
+    source = (root / "transformer" / f"{module}.py").read_bytes()
+    return hashlib.sha256(source).hexdigest()[:16] == found["source"]
+
+
 def survivors(root: Path, module: str) -> str:
     """What no test saw, and why it stays, as a list that can be unfolded."""
     path = root / "tests" / "survivors.toml"
@@ -349,6 +356,7 @@ def mutants(root: Path, link: Link) -> str:
     heads = ["module", "mutants", "run", "killed", "timeouts", "survived"]
     heads += ["share killed"]
     total, body, folded, facts = dict.fromkeys(heads[1:-1], 0), "", "", {}
+    since = []
     order = [Path(page).name for page in listed(root, "api")]
     for path in sorted(files, key=lambda path: order.index(path.stem)):
         found = stored(root, f"mutants/{path.name}")
@@ -356,12 +364,15 @@ def mutants(root: Path, link: Link) -> str:
         counts = mutant_counts(found)
         total = {name: total[name] + counts[name] for name in total}
         name = element("code", path.stem)
+        since += [] if is_counted(root, path.stem, found) else [name]
         head = element("a", name, href=link(f"api/{path.stem}"))
         body += row(head, heads, [*map(str, counts.values()), share_killed(counts)])
         folded += survivors(root, path.stem)
     foot = row("all", heads, [*map(str, total.values()), share_killed(total)])
     bodies = element("tbody", body) + element("tfoot", foot)
-    said = f"{conditions(facts)}, mutmut {facts['mutmut']}.\n\n"
+    said = f"{conditions(facts)}, mutmut {facts['mutmut']}."
+    said += f" Changed since they ran: {', '.join(since)}." if since else ""
+    said += "\n\n"
     return said + table("Faults that tests find", heads, bodies, "status") + folded
 
 

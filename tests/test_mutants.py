@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import hashlib
 import importlib
 import json
 import sys
@@ -209,6 +210,7 @@ def pages():
 COUNTED = {
     "facts": {"device": "CPU", "cores": 2, "date": "2026-11-30", "mutmut": "3.8.1"}
     | {"python": "3.11.7", "torch": "2.13.0"},
+    "source": hashlib.sha256(b"").hexdigest()[:16],
     "mutants": 9,
     "killed": {"a": "f 1 2; g 1", "b": "A.m 7"},
     "timeout": ["f 3"],
@@ -222,6 +224,9 @@ def test_table_counts_mutants_and_lists_survivors(pages, tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "_toc.yml").write_text("- file: api/norms\n", encoding="utf-8")
     (folder / "norms.json").write_text(json.dumps(COUNTED), encoding="utf-8")
+    source = tmp_path / "transformer" / "norms.py"
+    source.parent.mkdir()
+    source.touch()
     reason = '[[norms]]\nfunction = "f"\nwas = "a < 1"\nnow = "a <= 1"\n'
     text = reason + 'because = "a is never 1"\n'
     (tmp_path / "tests" / "survivors.toml").write_text(text, encoding="utf-8")
@@ -230,7 +235,10 @@ def test_table_counts_mutants_and_lists_survivors(pages, tmp_path):
     assert rows[1] == ["norms", "9", "6", "4", "1", "1", "80.0 %"]
     assert rows[2] == ["all", *rows[1][1:]]
     assert page.select_one("details li").text == "f: a < 1 → a <= 1. a is never 1"
-    assert "2026-11-30; Python 3.11.7, torch 2.13.0, mutmut 3.8.1." in page.text
+    assert "2026-11-30; Python 3.11.7, torch 2.13.0, mutmut 3.8.1.\n" in page.text
+    source.write_text("1", encoding="utf-8")
+    text = pages.mutants(tmp_path, str)
+    assert "mutmut 3.8.1. Changed since they ran: <code>norms</code>.\n" in text
 
 
 def test_nothing_measured_is_said(pages, tmp_path):

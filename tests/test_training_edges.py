@@ -223,6 +223,46 @@ def test_log_that_is_none_is_refused_in_one_line_that_names_its_columns(tmp_path
         assert str(caught.value) == f"{path} must have numbers: {columns}"
 
 
+# --- how things are computed ---------------------------------------------------------
+
+
+def test_loss_on_a_cpu_takes_a_quarter_of_a_million_scores_at_a_time(monkeypatch):
+    taken, plain = [], training.F.cross_entropy
+
+    def look(x, y, **how):
+        taken.append(len(x))
+        return plain(x, y, **how)
+
+    monkeypatch.setattr(training.F, "cross_entropy", look)
+    cross_entropy(torch.zeros(7, 2**17), torch.zeros(7, dtype=torch.long))
+    assert taken == [3, 3, 1]
+
+
+def test_blocks_are_made_to_recompute_once():
+    model = training.small_decoder(50, 1, 16, 2)
+    training.recompute(model.blocks)
+    forward = model.blocks[0].forward
+    training.recompute(model.blocks)
+    assert model.blocks[0].forward is forward
+
+
+def test_small_decoder_is_llamas():
+    model = training.small_decoder(50, 2, 24, 3)
+    assert model.rope.d_rotary == 8
+    assert {m.eps for m in model.modules() if isinstance(m, training.RMSNorm)} == {1e-6}
+    shapes = {tuple(p.shape) for p in model.blocks[0].ffn.parameters()}
+    assert shapes == {(64, 24), (24, 64)} and model.head is None
+
+
+def test_optimizer_is_one_fused_adamw_as_the_recipe_says():
+    recipe = Recipe(9, rate=0.5, betas=(0.5, 0.75), weight_decay=0.25)
+    optimizer = training.optimizer_of(recipe, tiny())
+    assert type(optimizer) is torch.optim.AdamW
+    for group, decay in zip(optimizer.param_groups, (0.25, 0), strict=True):
+        found = [group[name] for name in ("lr", "betas", "weight_decay", "fused")]
+        assert found == [0.5, (0.5, 0.75), decay, True]
+
+
 # --- numbers -----------------------------------------------------------------------
 
 

@@ -39,6 +39,7 @@ import pytest
 Tell = Callable[[str, str, str], None]
 KILLED, SURVIVED, TIMEOUT = "killed", "survived", "timeout"
 EARLY = "early"  # survived, and is in what collection calls: to be tried once more
+LATER = "later"  # not killed quickly: to be tried with all tests, another time
 SHARE = 2.0  # seconds of the processor for the cases of a test
 BUDGET = 20.0  # and for all cases against a mutant, besides one of each test
 TIMES, LEAST = 10, 5.0  # processor time that a test may take: times its own, seconds
@@ -159,6 +160,7 @@ class Session(Rows):
         the files whose tests a mutant is known to survive.
         """
         self.cache, self.known, self.passed, self.tell = cache, known, passed, tell
+        self.quick = float("inf")  # seconds of tests for a mutant, at most
         self.early: set[str] = set()  # functions that collection called
         self.complaint = ""
 
@@ -184,7 +186,12 @@ class Session(Rows):
             tests = self.order(self.reached.get(function, []), first)
             passed = {*self.passed.get(mutant, [])}
             tests = [test for test in tests if test.partition("::")[0] not in passed]
-            outcome, test = self.try_mutant(mutant, tests)
+            sums = itertools.accumulate(self.seconds[test] for test in tests)
+            within = zip(tests, sums, strict=True)
+            first = [t for t, s in within if s <= self.quick] or tests[:1]
+            outcome, test = self.try_mutant(mutant, first)
+            if len(first) < len(tests) and outcome in (SURVIVED, EARLY):
+                outcome = LATER
             if test and test not in recent[function]:
                 recent[function] = [*recent[function], test][-6:]
             self.tell(mutant, outcome, test)
@@ -307,6 +314,7 @@ def collect(options: list[str], plugin: object) -> int:
         "no:xdist",
         "-p",
         "no:faulthandler",
+        "--tb=line",  # a long one takes longer than most tests
     )
     return int(pytest.main([*quietly, *options], plugins=[plugin]))
 

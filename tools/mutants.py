@@ -7,7 +7,7 @@ it killed, each first against that test, and the survivors, against the tests of
 file. Mutants run in a fixed random order: those that have run are a sample.
 tests/survivors.toml says why each survivor stays.
 
-Usage: python tools/mutants.py [--sample=N] [MODULE ...]
+Usage: python tools/mutants.py [--sample=N] [--quick=SECONDS] [MODULE ...]
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import random
 import shutil
@@ -175,7 +176,7 @@ def package(module: str, code: str) -> Path:
     return folder
 
 
-def run_module(module: str, sample: int | None) -> None:
+def run_module(module: str, sample: int | None, quick: float) -> None:
     """Run the mutants of a module of which nothing is known, at most a sample."""
     import mutant_runs
     import mutate
@@ -193,6 +194,9 @@ def run_module(module: str, sample: int | None) -> None:
     options += ["-k", LEFT_OUT, f"--basetemp={folder}/tmp"]
 
     def tell(name: str, outcome: str, test: str) -> None:
+        if outcome == mutant_runs.LATER:
+            print(f"    later: {plain[name]}: {made.change(name)}", flush=True)
+            return
         store.add(plain[name], outcome, test, made.change(name))
         minutes = (time.monotonic() - started) / 60
         if len(store.done()) % 20 == 0 or outcome != "killed":
@@ -206,6 +210,7 @@ def run_module(module: str, sample: int | None) -> None:
         known = {name: store.before.get(plain[name], "") for name in left}
         passed = {name: store.passed.get(plain[name], []) for name in left}
         session = mutant_runs.Session(known, passed, tell, cache)
+        session.quick = quick
         if complaint := mutant_runs.from_collected(session, options):
             sys.exit(f"{module}: {complaint}")
     store = Store(module)
@@ -243,19 +248,22 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("modules", nargs="*", metavar="MODULE")
     parser.add_argument("--sample", type=int, help="at most so many mutants a module")
+    more = "seconds of tests for each; what they do not kill is left for another run"
+    parser.add_argument("--quick", type=float, default=math.inf, help=more)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(words)
     os.chdir(ROOT)
     if given.one:
-        run_module(given.modules[0], given.sample)
+        run_module(given.modules[0], given.sample, given.quick)
         return 0
-    size = [f"--sample={given.sample}"] if given.sample else []
+    how = [f"--quick={given.quick}"]
+    how += [f"--sample={given.sample}"] if given.sample else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     failed = [
         module
         for module in given.modules or CORE
         if subprocess.call(
-            [sys.executable, __file__, "--one", module, *size], env=environment
+            [sys.executable, __file__, "--one", module, *how], env=environment
         )
     ]
     return int(bool(failed))
