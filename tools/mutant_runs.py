@@ -1,15 +1,15 @@
 """Run the tests of a module against each of its mutants: a process a mutant.
 
 pytest collects the tests once, with torch and the mutated module imported. A first
-child runs them, of each test random cases for two seconds of the processor, and notes
-which functions each reaches and how long it takes; a second runs them in the order of
-an attack, as a control. Then each mutant has a child of its own, which runs the tests
-that reach its function until one fails: those that killed last come first, then one
-case of each test, the fastest first, then other cases, so that each test gets the same
-time, for twenty seconds. A test that takes ten times its time, and at least five
-seconds, is a timeout. What collection itself calls (a function that makes a parameter)
-is made before a child begins, so a mutant that survives there is tried once more from
-the beginning.
+child runs them, of each test random cases for a second of the processor, and notes
+which functions each reaches, what it imports, and how long it takes; a second runs them
+in the order of an attack, as a control, unless the run is to be quick. Then each mutant
+has a child of its own, which runs the tests that reach its function until one fails:
+those that killed last come first, then one case of each test, the fastest first, then
+other cases, so that each test gets the same time, for twenty seconds. A test that takes
+ten times its time, and at least five seconds, is a timeout. What collection itself
+calls (a function that makes a parameter) is made before a child begins, so a mutant
+that survives there is tried once more from the beginning.
 
 Usage: tools/mutants.py runs it, for one module a process.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import itertools
 import json
 import math
@@ -40,7 +41,7 @@ Tell = Callable[[str, str, str], None]
 KILLED, SURVIVED, TIMEOUT = "killed", "survived", "timeout"
 EARLY = "early"  # survived, and is in what collection calls: to be tried once more
 LATER = "later"  # not killed quickly: to be tried with all tests, another time
-SHARE = 2.0  # seconds of the processor for the cases of a test
+SHARE = 1.0  # seconds of the processor for the cases of a test
 BUDGET = 20.0  # and for all cases against a mutant, besides one of each test
 TIMES, LEAST = 10, 5.0  # processor time that a test may take: times its own, seconds
 WALL = 120.0  # seconds beyond what the tests take, for those that wait for nothing
@@ -160,7 +161,7 @@ class Session(Rows):
         the files whose tests a mutant is known to survive.
         """
         self.cache, self.known, self.passed, self.tell = cache, known, passed, tell
-        self.quick = float("inf")  # seconds of tests for a mutant, at most
+        self.quick = math.inf  # seconds of tests for a mutant, at most
         self.early: set[str] = set()  # functions that collection called
         self.complaint = ""
 
@@ -206,25 +207,34 @@ class Session(Rows):
             self.cache.write_text(found, encoding="utf-8")
         answer = json.loads(self.cache.read_text(encoding="utf-8"))
         self.seconds, self.reached = answer.get("seconds"), answer.get("reached")
+        for name in answer.get("imports", []):  # once, not for each mutant
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+        gc.freeze()
         if answer.get("failed", "?"):
             self.complaint = f"a test fails unmutated: {answer.get('words')}"
-        elif not self.cache.with_suffix(".control").exists():
-            reached = {test for tests in self.reached.values() for test in tests}
-            tests = self.order(sorted(reached), [])
-            control = in_child(lambda: self.attack("none", tests), None)
-            if control != "-":
-                self.complaint = f"a test fails unmutated in another order: {control}"
-            else:
-                self.cache.with_suffix(".control").touch()
+        elif not math.isfinite(self.quick) and not self.controlled():
+            self.complaint = "a test fails unmutated in another order"
         if self.complaint:
             self.cache.unlink()
         return not self.complaint
+
+    def controlled(self) -> bool:
+        """Whether no test fails without a mutant, in the order of an attack."""
+        if not (noted := self.cache.with_suffix(".control")).exists():
+            reached = {test for tests in self.reached.values() for test in tests}
+            tests = self.order(sorted(reached), [])
+            if (failed := in_child(lambda: self.attack("none", tests), None)) != "-":
+                print(f"  fails unmutated: {failed}", flush=True)
+                return False
+            noted.touch()
+        return True
 
     def reach(self) -> str:
         """The functions that each test reaches, its seconds, and the first failure."""
         from mutmut.state import state
 
-        os.environ["MUTMUT_DEPENDENCY_DEPTH"] = "-1"
+        os.environ["MUTMUT_DEPENDENCY_DEPTH"], imported = "-1", {*sys.modules}
         set_mutant("stats")
         reached, items = defaultdict(list), list(self.items.values())
         seconds: dict[str, float] = {}
@@ -243,6 +253,7 @@ class Session(Rows):
             if outcomes.failed:
                 break
         found = {"failed": outcomes.failed, "words": outcomes.words}
+        found["imports"] = [name for name in sys.modules if name not in imported]
         return json.dumps(found | {"seconds": seconds, "reached": reached})
 
     def order(self, tests: Iterable[str], first: Iterable[str]) -> list[str]:
