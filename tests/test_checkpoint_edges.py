@@ -179,6 +179,11 @@ def test_names_that_prefixes_would_make_equal_are_all_named():
     assert str(caught.value) == said
 
 
+def test_part_that_is_all_of_a_name_stays():
+    assert checkpoint.clean_names(["module"]) == {"module": "module"}
+    assert checkpoint.clean_names(["module.module"]) == {"module.module": "module"}
+
+
 # --- what is kept -------------------------------------------------------------------
 
 
@@ -233,3 +238,28 @@ def test_optimizer_is_told_by_its_kind_and_groups(tmp_path):
     assert {name for name in found.tensors if name[:9] == "optimizer"} == names
     facts = {"kind": "SGD", "groups": "1", "weight": "in group 0", "bias": "in group 0"}
     assert checkpoint.optimizer_facts(stored) == facts
+
+
+def test_names_may_have_slashes(tmp_path):
+    model = nn.ModuleDict({"a/b/c": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    model["a/b/c"](torch.ones(2)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path, model, optimizer, step=0)
+    other = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    load_checkpoint(tmp_path, model, other)
+    for parameter, values in optimizer.state.items():
+        assert other.state[parameter]["momentum_buffer"].equal(
+            values["momentum_buffer"]
+        )
+
+
+def test_flag_for_random_numbers_is_pythons_truth(tmp_path):
+    model = nn.Linear(2, 2)
+    torch.manual_seed(5)
+    save_checkpoint(tmp_path, model, step=0)
+    saved = torch.rand(2)
+    for flag in (0, 1):
+        torch.manual_seed(6)
+        load_checkpoint(tmp_path, model, rng=flag)
+        assert torch.rand(2).equal(saved) == flag
