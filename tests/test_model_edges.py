@@ -92,3 +92,42 @@ def test_only_models_of_tokens_grow():
     words = "model must be an Encoder or a LanguageModel, got Linear"
     with pytest.raises(TypeError, match=f"^{words}$"):
         resize_vocabulary(nn.Linear(2, 2), 3)
+
+
+def test_positions_and_preparations_that_are_none_are_refused_though_unused():
+    writer, tokens = LanguageModel(7, 8, []), torch.zeros(1, 2, dtype=torch.long)
+    for name in ("positions", "mask", "context", "context_mask", "prepare"):
+        with pytest.raises(TypeError, match=f"^{name} must be "):
+            writer(tokens, **{name: 3})
+
+
+def test_token_that_is_none_is_refused_with_the_range():
+    tokens = torch.tensor([[3, 9, 1]])
+    with pytest.raises(ValueError, match=r"^tokens must be in 0 … 6, got 1 to 9$"):
+        Encoder(7, 8, [])(tokens)
+
+
+def test_block_that_is_none_is_named_by_its_place():
+    with pytest.raises(TypeError, match=r"^blocks\[1\] must be "):
+        model.list_blocks([nn.Identity(), 3])
+
+
+def test_heads_are_turned_before_they_are_prepared():
+    prepare = lambda *given: ("prepared", *given)  # noqa: E731
+    both = model.chain("turned {}".format, prepare)
+    assert both("q", "k", "v", "mask") == (
+        *("prepared", "turned q", "turned k"),
+        *("v", "mask"),
+    )
+    alone = model.chain("turned {}".format, None)
+    assert alone("q", "k", "v", "mask") == ("turned q", "turned k", "v", "mask")
+    assert model.chain(None, prepare) is prepare and model.chain(None, None) is None
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_encoder_has_no_head_to_grow_and_its_embedding_stays_frozen(frozen):
+    encoder = Encoder(7, 8, [])
+    encoder.embedding.weight.requires_grad_(not frozen)
+    resize_vocabulary(encoder, 9)
+    assert encoder.embedding.weight.shape == (9, 8)
+    assert encoder.embedding.weight.requires_grad != frozen
