@@ -3,6 +3,7 @@
 import json
 import shutil
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -270,6 +271,21 @@ def test_evaluation_adds_in_float64():
     model, data = tiny().double(), batches(STREAM, 16, 4, seed=None, epochs=1)
     wanted = cross_entropy(model(STREAM[:-1]), STREAM[1:]).item()
     assert evaluate(model, data) == pytest.approx(wanted, rel=1e-13)
+
+
+def test_rates_without_warmup_and_at_the_peak_are_exact():
+    assert training.inverse_sqrt(1, 16, 0) == 1 / 4
+    peak, floor = 0.9, 0.2
+    assert floor + (peak - floor) != peak
+    assert training.warmup_cosine(3, 9, 3, peak, floor) == peak
+
+
+def test_recipe_that_is_another_is_refused_with_both_values(tmp_path):
+    data, recipe = batches(STREAM, 16, 4), Recipe(4, rate=0.05)
+    train(tiny(), data, recipe, folder=tmp_path, until=2)
+    rule = r"the run so far, got rate=0\.5, saved with 0\.05$"
+    with pytest.raises(ValueError, match=rule):
+        train(tiny(), data, replace(recipe, rate=0.5), folder=tmp_path)
 
 
 # --- the model that comes with the package -----------------------------------------
