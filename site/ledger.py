@@ -2,7 +2,7 @@
 
 A verdict is what a cell printed when it called `verdict`; the notebook stores it. The
 line ``% ledger`` of the page `claims` becomes one entry a claim, in the order of the
-source document: the claim in English and Chinese, what was found here with a link to
+essay: the claim in English and Chinese, what was found here with a link to
 the cell, and what papers found. ``{{ verdicts }}`` on any page becomes the counts.
 """
 
@@ -22,7 +22,7 @@ PAGE, LAST_CHAPTER = "claims", "13_relations"
 NOT_YET = "not measured yet"
 ANSWERS = {"holds", "holds with conditions", "imprecise", "wrong"}
 UNTESTED = {"unsupported", "not assessable", "not empirical", "not measured here"}
-SECTIONS = {  # of the source document, by the prefix of a claim's id
+SECTIONS = {  # of the essay, by the prefix of a claim's id
     "MHA": "Multi-head attention",
     "PE": "Positional encoding",
     "LN": "Layer normalisation",
@@ -145,7 +145,10 @@ def counts(ledger: Ledger) -> str:
     """How many claims are judged, and how, in words."""
     words = Counter(verdict.word for verdict in ledger.verdicts)
     told = ", ".join(f"{n} *{word}*" for word, n in words.most_common())
-    so_far = f"{len(ledger.verdicts)} of {len(ledger.claims)} claims are judged"
+    judged, total = len(ledger.verdicts), len(ledger.claims)
+    so_far = f"{judged} of {total} claims are judged"
+    if judged == total:
+        so_far = f"The {total} verdicts"
     return f"{so_far}: {told}" if told else so_far
 
 

@@ -241,6 +241,11 @@ def test_counts_come_from_the_notebooks(tmp_path):
     assert fill(tmp_path, "Nothing to fill in.") == "Nothing to fill in."
 
 
+def test_counts_of_a_whole_ledger_name_no_part():
+    assert len(BOOK.verdicts) == len(BOOK.claims)
+    assert ledger.counts(BOOK).startswith(f"The {len(BOOK.claims)} verdicts: ")
+
+
 def test_filter_offers_the_words_there_are(tmp_path):
     text = ledger.filters(book(tmp_path, **{FIRST: judging("MHA-1", "MHA-3", "MHA-4")}))
     labels = re.findall(r"> ([^<]+)</label>", text)

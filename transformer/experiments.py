@@ -413,7 +413,7 @@ VERDICTS = (
 
 
 def claims() -> dict[str, dict]:
-    """The source document's claims by id: in both languages, what papers found."""
+    """The essay's claims by id: in both languages, what papers found."""
     ledger = resources.files("transformer") / "claims.json"
     return json.loads(ledger.read_text(encoding="utf-8"))
 
