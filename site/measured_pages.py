@@ -312,7 +312,8 @@ def mutant_counts(found: dict) -> dict[str, int]:
         for texts in found["killed"].values()
         for functions in texts.split("; ")
     )
-    survived = len(found["survived"]) + len(found.get("early", []))
+    kinds = ("survived", "early", "later")  # not killed, or not yet
+    survived = sum(len(found.get(kind, [])) for kind in kinds)
     timeouts = len(found["timeout"])
     ran = killed + survived + timeouts
     counts = {"mutants": found["mutants"], "run": ran, "killed": killed}
@@ -364,7 +365,8 @@ def mutants(root: Path, link: Link) -> str:
         counts = mutant_counts(found)
         total = {name: total[name] + counts[name] for name in total}
         name = element("code", path.stem)
-        since += [] if is_counted(root, path.stem, found) else [name]
+        if counts["run"] and not is_counted(root, path.stem, found):
+            since.append(name)
         head = element("a", name, href=link(f"api/{path.stem}"))
         body += row(head, heads, [*map(str, counts.values()), share_killed(counts)])
         folded += survivors(root, path.stem)

@@ -87,6 +87,7 @@ class Store:
         keep = stored if same_source and self.tests == before else {}
         self.timeout: list[str] = keep.get("timeout", [])
         self.early: list[str] = keep.get("early", [])
+        self.later: list[str] = keep.get("later", [])
         self.survived: dict[str, dict] = keep.get("survived", {})
         self.mutants: int | None = stored.get("mutants")
 
@@ -96,8 +97,9 @@ class Store:
 
     def add(self, mutant: str, outcome: str, test: str, change: dict) -> None:
         """Note what came of a mutant."""
-        if mutant in self.early:
-            self.early.remove(mutant)
+        for waiting in (self.early, self.later):
+            if mutant in waiting:
+                waiting.remove(mutant)
         if outcome == "killed":
             self.killed[mutant] = test
         elif outcome == "survived":
@@ -120,19 +122,22 @@ class Store:
         done = self.done()
         earlier = {name: test for name, test in self.before.items() if name not in done}
         passed = {name: on for name, on in self.passed.items() if name not in done}
-        also = {"early": self.early, "earlier": packed(earlier), "passed": passed}
+        also = {"early": self.early, "later": sorted(self.later)}
+        also |= {"earlier": packed(earlier), "passed": passed}
         new = self.path.with_suffix(".new")
         write(new, found | {name: value for name, value in also.items() if value})
         os.replace(new, self.path)
 
     def words(self) -> str:
         """How it stands, in a line."""
-        n_killed, n_survived = len(self.killed), len(self.survived) + len(self.early)
+        n_killed = len(self.killed)
+        n_survived = len(self.survived) + len(self.early) + len(self.later)
         share = 100 * n_killed / max(1, n_killed + n_survived)
         counts = (
             f"{n_killed} killed, {len(self.timeout)} timeouts, {n_survived} survived"
         )
-        return f"{len(self.done())} of {self.mutants} mutants: {counts}, {share:.1f} %"
+        n = len(self.done()) + len(self.later)
+        return f"{n} of {self.mutants} mutants: {counts}, {share:.1f} %"
 
 
 def packed(killed: dict[str, str]) -> dict[str, str]:
@@ -187,17 +192,19 @@ def run_module(module: str, sample: int | None, quick: float) -> None:
     plain = {name: mutate.plain_name(name) for name in made.names}
     store.mutants = len(plain)
     chosen = random.Random(module).sample(made.names, len(made.names))[:sample]
-    left = [name for name in chosen if plain[name] not in store.done()]
+    known = store.done() if math.isinf(quick) else {*store.done(), *store.later}
+    left = [name for name in chosen if plain[name] not in known]
     print(f"{module}: {store.words()}", flush=True)
     options = [*(str(path.relative_to(ROOT)) for path in test_files(module))]
     folder = package(module, made.code)
     options += ["-k", LEFT_OUT, f"--basetemp={folder}/tmp"]
 
     def tell(name: str, outcome: str, test: str) -> None:
+        change = made.change(name)
+        store.add(plain[name], outcome, test, change)
         if outcome == mutant_runs.LATER:
-            print(f"    later: {plain[name]}: {made.change(name)}", flush=True)
+            print(f"    later: {plain[name]}: {change}", flush=True)
             return
-        store.add(plain[name], outcome, test, made.change(name))
         minutes = (time.monotonic() - started) / 60
         if len(store.done()) % 20 == 0 or outcome != "killed":
             last = "" if outcome == "killed" else f" ({plain[name]}: {outcome})"
