@@ -229,6 +229,60 @@ ROWS: dict[str, Row] = {
     "attention.MultiHeadAttention.forward": Row(
         of(lambda: A.MultiHeadAttention(8, 2), x=X), CALL
     ),
+    # --- norms and networks ----------------------------------------------------------
+    **{
+        f"norms.{kind.__name__}": Row(
+            call(kind, d_model=8),
+            {
+                "d_model": COUNT,
+                "eps": Bad((-1e-9, math.inf, *NO_NUMBERS), "finite number from 0"),
+                **({"bias": FLAG} if kind is norms.LayerNorm else {}),
+            },
+        )
+        for kind in (norms.LayerNorm, norms.RMSNorm)
+    },
+    **{
+        f"norms.{kind.__name__}.forward": Row(
+            of(partial(kind, 8), x=X),
+            {
+                "x": Bad(
+                    (*NO_TENSORS, ids(2, 5, 8), T(2, 5, 7), T(8).sum(), meta(X)),
+                    "tensor|floating|features|device",
+                )
+            },
+        )
+        for kind in (norms.LayerNorm, norms.RMSNorm)
+    },
+    "feedforward.gelu": Row(
+        call(feedforward.gelu, x=X),
+        {
+            "x": Bad((*NO_TENSORS, ids(3)), "floating"),
+            "approximate": Bad(("erf", 3, None, ["tanh"]), "none, tanh or quick"),
+        },
+    ),
+    **{
+        f"feedforward.{kind.__name__}": Row(
+            call(kind, d_model=8),
+            {
+                "d_model": Bad(COUNT.values, "positive whole numbers"),
+                "d_ff": Bad(MAYBE_COUNT.values, "positive whole numbers"),
+                "activation": Bad(("swish", 3, None, ["relu"]), "one of|type str"),
+                "bias": FLAG,
+            },
+        )
+        for kind in (feedforward.FeedForward, feedforward.GatedFeedForward)
+    },
+    **{
+        f"feedforward.{kind.__name__}.forward": Row(
+            of(partial(kind, 8), x=X),
+            {
+                "x": CALL["x"]._replace(
+                    values=(*CALL["x"].values[:6], X.double(), meta(X))
+                )
+            },
+        )
+        for kind in (feedforward.FeedForward, feedforward.GatedFeedForward)
+    },
     # --- positions -------------------------------------------------------------------
     "positions.pair_frequencies": Row(
         call(positions.pair_frequencies, width=4),
@@ -1102,8 +1156,6 @@ RECORDED = "recorded experiments hash its functions: a check would make them sta
 FULL = "the module has its 300 lines"
 OPEN = {
     "positions": RECORDED,
-    "norms": RECORDED,
-    "feedforward": RECORDED,
     "flash": RECORDED,
     "flash_triton": "test_flash_triton",
     "grouped": RECORDED,

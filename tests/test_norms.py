@@ -418,7 +418,7 @@ def test_width_must_be_a_count(norm, d_model):
 @pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])
 @pytest.mark.parametrize("eps", [-1e-6, math.nan, None, "1e-5", True, False], ids=str)
 def test_eps_must_be_a_number_from_zero(norm, eps):
-    refuses(ValueError, f"eps must be a number from 0, got {eps=}", norm, 8, eps)
+    refuses(ValueError, f"eps must be a finite number from 0, got {eps=}", norm, 8, eps)
 
 
 @each_norm

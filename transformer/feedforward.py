@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .attention import check_projected, check_types, in_words
+
 # %% ../chapters/04_feed_forward.ipynb #gelu
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Scale each number by the chance that a standard normal one lies below it.
@@ -29,10 +31,13 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
         As x.
 
     Raises:
+        TypeError: x holds no floating-point numbers.
         ValueError: approximate is none of the three.
 
     Source: Hendrycks and Gimpel 2016, section 2.
     """
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"x must hold floating-point numbers, got x={in_words(x)}")
     if approximate not in ("none", "tanh", "quick"):
         raise ValueError(f"approximate must be none, tanh or quick, got {approximate=}")
     if approximate == "quick":
@@ -57,6 +62,7 @@ def identity(x: Tensor) -> Tensor:
 
 def find_activation(activation: str) -> Callable[[Tensor], Tensor]:
     """The curve of this name; an unknown name is refused, never replaced."""
+    check_types(str, activation=activation)
     curves = (F.relu, gelu, gelu_tanh, gelu_quick, F.silu, torch.sigmoid, identity)
     known = {curve.__name__: curve for curve in curves}
     if activation not in known:
@@ -68,15 +74,9 @@ def find_activation(activation: str) -> Callable[[Tensor], Tensor]:
 def check_widths(d_model: int, d_ff: int | None) -> None:
     """Refuse a width that is not a positive whole number, such as 8 / 3 · 64."""
     for width in (d_model, d_model if d_ff is None else d_ff):
-        if not isinstance(width, int) or width < 1:
+        if type(width) is not int or width < 1:
             found = f"got {d_model=}, {d_ff=}"
             raise ValueError(f"widths must be positive whole numbers, {found}")
-
-
-def check_features(x: Tensor, d_model: int) -> None:
-    """Refuse tokens of another width than the module's."""
-    if x.shape[-1:] != (d_model,):
-        raise ValueError(f"features must be {d_model}, got x {tuple(x.shape)}")
 
 # %% ../chapters/04_feed_forward.ipynb #FeedForward
 class FeedForward(nn.Module):
@@ -115,8 +115,13 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(d_ff, d_model, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., C) to (..., C); ValueError for another number of features."""
-        check_features(x, self.up.in_features)
+        """(..., C) to (..., C).
+
+        Raises:
+            TypeError: x holds no numbers of the dtype and device of the weights.
+            ValueError: x has not C features.
+        """
+        check_projected(self.up, 1, x=x)
         return self.down(self.activation(self.up(x)))
 
     def extra_repr(self) -> str:
@@ -163,8 +168,13 @@ class GatedFeedForward(nn.Module):
         self.down = nn.Linear(d_ff, d_model, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., C) to (..., C); ValueError for another number of features."""
-        check_features(x, self.up.in_features)
+        """(..., C) to (..., C).
+
+        Raises:
+            TypeError: x holds no numbers of the dtype and device of the weights.
+            ValueError: x has not C features.
+        """
+        check_projected(self.up, 1, x=x)
         return self.down(self.activation(self.gate(x)) * self.up(x))
 
     def extra_repr(self) -> str:

@@ -6,26 +6,38 @@
 __all__ = ['LayerNorm', 'RMSNorm']
 
 # %% ../chapters/03_layer_norm.ipynb #imports
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .attention import check_between, check_sizes, check_types
+
 # %% ../chapters/03_layer_norm.ipynb #check_settings
 def check_settings(d_model: int, eps: float) -> None:
     """Refuse settings that would give another norm, or none."""
-    if not isinstance(d_model, int) or d_model < 1:
-        raise ValueError(f"d_model must be a whole number from 1, got {d_model=}")
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not eps >= 0:
-        raise ValueError(f"eps must be a number from 0, got {eps=}")
+    check_sizes(d_model=d_model)
+    check_between(0, math.inf, eps=eps)
+
+
+def check_normed(x: Tensor, weight: Tensor) -> None:
+    """Refuse x that is not (..., C) of floats, beside the weight."""
+    if not isinstance(x, Tensor):
+        check_types(Tensor, x=x)
+    if not x.is_floating_point():
+        raise TypeError(f"x must hold floating-point numbers, got {x.dtype=}")
+    if not x.dim() or x.size(-1) != len(weight):
+        found = f"x {tuple(x.shape)}"
+        raise ValueError(f"features must be {len(weight)}, got {found}")
+    if x.device != weight.device:
+        found = f"{x.device=}, {weight.device=}"
+        raise ValueError(f"x must be on the device of the weight, got {found}")
 
 
 def working_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype that holds x and weight; refuse x that is not (..., C) of floats."""
-    if not x.is_floating_point():
-        raise TypeError(f"x must hold floating-point numbers, got {x.dtype=}")
-    if x.shape[-1:] != weight.shape:
-        found = f"x {tuple(x.shape)}"
-        raise ValueError(f"features must be {len(weight)}, got {found}")
+    check_normed(x, weight)
     return torch.promote_types(x.dtype, weight.dtype)
 
 # %% ../chapters/03_layer_norm.ipynb #LayerNorm
