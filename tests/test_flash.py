@@ -204,7 +204,7 @@ def test_module_takes_it_as_attend(device):
 @pytest.mark.parametrize("name", ["block_q", "block_k"])
 def test_blocks_that_are_not_positive_whole_numbers_are_refused(name, block):
     q = torch.randn(4, 2)
-    message = f"{name} must be a positive whole number, got {name}={block!r}"
+    message = f"{name} must be a whole number from 1, got {name}={block!r}"
     with pytest.raises(ValueError, match=re.escape(message)):
         flash_attention(q, q, q, **{name: block})
 
@@ -240,7 +240,7 @@ def test_mixed_devices_are_refused(index):
 )
 def test_bytes_of_what_is_no_count_are_refused(name, count):
     counts = {"n_queries": 8, "n_keys": 8, "d_head": 4, name: count}
-    message = f"{name} must be a positive whole number, got {name}={count!r}"
+    message = f"{name} must be a whole number from 1, got {name}={count!r}"
     with pytest.raises(ValueError, match=re.escape(message)):
         io_bytes(**counts)
 

@@ -147,7 +147,7 @@ def test_weights_are_kept_only_for_a_backward_pass():
         (ValueError, "q and k must have the same width", {"k": draw(1, 2, 5, 7)}),
         (TypeError, "one floating-point dtype", {"q": draw(1, 2, 5, 8).double()}),
         (ValueError, "must be on one device", {"k": draw(1, 2, 5, 8).to("meta")}),
-        (ValueError, "block_q must be a positive whole number", {"block_q": 0}),
+        (ValueError, "block_q must be a whole number from 1", {"block_q": 0}),
         (TypeError, "mask must be bool", {"mask": torch.ones(5, 5)}),
     ],
 )

@@ -420,12 +420,12 @@ def check_projected(layer: nn.Module, least: int = 2, **given: Tensor) -> None:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             rule = f"{name} must be a tensor of floating-point numbers"
             raise TypeError(f"{rule}, got {name}={in_words(x)}")
+        if not x.dim() or x.size(-1) != layer.in_features:
+            found = f"{name} {tuple(x.shape)}"
+            raise ValueError(f"features must be {layer.in_features}, got {found}")
         if x.dim() < least:
             rule = f"{name} must be (..., tokens, features)"
             raise ValueError(f"{rule}, got {tuple(x.shape)}")
-        if x.size(-1) != layer.in_features:
-            found = f"{name} {tuple(x.shape)}"
-            raise ValueError(f"features must be {layer.in_features}, got {found}")
         if weight is None or (x.dtype == weight.dtype and x.device == weight.device):
             continue
         if x.device == weight.device and torch.is_autocast_enabled(x.device.type):

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .attention import check_types, in_words
 from .grouped import check_counts
-from .model import Writer, chain
+from .model import Writer, chain, check_tokens
 from .window import window_mask
 
 # %% ../chapters/11_kv_cache.ipynb #Storage
@@ -60,6 +61,24 @@ class Storage:
     def n_bytes(self) -> int:
         return sum(store.nbytes for store in self.stores.values())
 
+# %% ../chapters/11_kv_cache.ipynb #check_new
+def check_new(tokens: Tensor, mask: Tensor | None) -> None:
+    """Refuse new tokens that are no whole numbers, and a mask of other tokens."""
+    check_tokens(tokens=tokens)
+    check_types(Tensor | None, mask=mask)
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(f"mask must be bool (True = real), got {mask.dtype=}")
+    if mask is not None and mask.numel() not in (tokens.size(-1), tokens.numel()):
+        found = f"got {tuple(mask.shape)=}, {tuple(tokens.shape)=}"
+        raise ValueError(f"mask must have one number for each new token, {found}")
+
+
+def check_order(rows: Tensor) -> None:
+    """Refuse what is no row of whole numbers."""
+    check_types(Tensor, rows=rows)
+    if rows.dim() != 1 or rows.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"rows must be a row of whole numbers, got {in_words(rows)}")
+
 # %% ../chapters/11_kv_cache.ipynb #Ledger
 class Ledger(Storage):
     """Which tokens are real, where new ones stand, which text a row holds."""
@@ -87,6 +106,7 @@ class Ledger(Storage):
             (T,) whole numbers, or (B, T) where a text has padding; 0 for padding that
             comes first.
         """
+        check_new(tokens, mask)
         n = tokens.size(-1)
         places = self.count(tokens.device) + torch.arange(n, device=tokens.device)
         if mask is not None:
@@ -101,6 +121,7 @@ class Ledger(Storage):
 
     def reorder(self, rows: Tensor) -> None:
         """Let text b go on from what was text rows[b]; rows (B',) whole numbers."""
+        check_order(rows)
         for name, store in self.stores.items():
             self.stores[name] = store.index_select(0, rows)
         if self.pads is not None:
@@ -109,6 +130,8 @@ class Ledger(Storage):
 # %% ../chapters/11_kv_cache.ipynb #check_fit
 def check_fit(held: Tensor | None, k: Tensor, mask: Tensor | None) -> None:
     """Refuse new keys (B, K, T, D) that are not of the text that a cache holds."""
+    check_types(Tensor, k=k)
+    check_types(Tensor | None, mask=mask)
     if torch.is_grad_enabled() and k.requires_grad:
         raise RuntimeError("a cache keeps no gradients: read under torch.no_grad()")
     if k.dim() != 4:
@@ -204,6 +227,28 @@ def check_writer(model: nn.Module) -> None:
     if any(m.p > 0 for m in drops):
         raise ValueError("model drops features at random: call model.eval() first")
 
+# %% ../chapters/11_kv_cache.ipynb #check_ends
+def check_ends(model: Writer, eos, pad: int = 0, cache=None) -> None:
+    """Refuse an end or a padding that is no token of the model, and no cache."""
+    check_types(KVCache | None, cache=cache)
+    n = model.embedding.num_embeddings
+    for name, ids in (("eos", () if eos is None else eos), ("pad", pad)):
+        many = ids if isinstance(ids, list | tuple) else [ids]
+        if not all(type(i) is int and 0 <= i < n for i in many):
+            rule = f"{name} must be tokens in 0 … {n - 1}"
+            raise ValueError(f"{rule}, got {name}={in_words(ids)}")
+
+# %% ../chapters/11_kv_cache.ipynb #check_read
+def check_read(model, tokens, cache, mask, n_last) -> None:
+    """Refuse what `read` cannot read with."""
+    if not isinstance(model, Writer):
+        check_writer(model)
+    check_types(KVCache, cache=cache)
+    check_new(tokens, mask)
+    check_counts(n_last=n_last)
+    if tokens.dim() != 2 or not tokens.size(1):
+        raise ValueError(f"tokens must be (B, T), T from 1, got {tuple(tokens.shape)=}")
+
 # %% ../chapters/11_kv_cache.ipynb #read
 def read(
     model: nn.Module,
@@ -229,7 +274,12 @@ def read(
 
     Returns:
         (B, n_last, V) logits.
+
+    Raises:
+        TypeError: The model cannot write, or an argument is of another type.
+        ValueError: There is no token, or the mask is of other tokens.
     """
+    check_read(model, tokens, cache, mask, n_last)
     positions = cache.positions(tokens, mask)
     rotate, x = model.rotation(tokens, positions), model.embed(tokens, positions)
     how = {"mask": mask, "context": context, "context_mask": context_mask}
@@ -240,6 +290,8 @@ def read(
 # %% ../chapters/11_kv_cache.ipynb #pad_left
 def pad_left(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Move the real tokens of each text to its end; the mask (B, 1, 1, T), or None."""
+    check_tokens(tokens=tokens)
+    check_types(Tensor | None, mask=mask)
     if tokens.dim() != 2 or not tokens.size(1):
         found = f"got {tuple(tokens.shape)=}"
         raise ValueError(f"prompts must be (B, T) with at least one token, {found}")

@@ -17,10 +17,30 @@ from torch.autograd.function import once_differentiable
 from .attention import (
     check_alike,
     check_inputs,
+    check_sizes,
     count_heads,
     fold,
     fused_attention,
+    in_words,
 )
+
+# %% ../chapters/06_flash_attention.ipynb #check_online
+def check_online(scores: Tensor, values: Tensor, before) -> None:
+    """Refuse what cannot be averaged, and what is no average so far."""
+    both = (scores, values)
+    floats = all(isinstance(x, Tensor) and x.is_floating_point() for x in both)
+    fit = floats and min(scores.dim(), values.dim()) > 1
+    if not fit or not 0 < scores.size(-1) == values.size(-2):
+        rule = "scores must be floats (..., T, S), S from 1, and values (..., S, E)"
+        found = f"scores={in_words(scores)}, values={in_words(values)}"
+        raise ValueError(f"{rule}, got {found}")
+    if before is not None:
+        pair = before if isinstance(before, tuple) else ()
+        shapes = [tuple(getattr(x, "shape", ()))[-2:] for x in pair]
+        n = scores.size(-2)
+        if shapes != [(n, values.size(-1)), (n, 1)]:
+            rule = "before must be (..., T, E) and (..., T, 1)"
+            raise ValueError(f"{rule}, got before={in_words(before)}")
 
 # %% ../chapters/06_flash_attention.ipynb #online_softmax
 def online_softmax(
@@ -40,8 +60,12 @@ def online_softmax(
         The average over all keys so far, (..., T, E), and L, (..., T, 1): float32, or
         float64 for float64 scores. Zeros and −∞ for a query that saw nothing.
 
+    Raises:
+        ValueError: An argument is no tensor, there is no key, or shapes do not fit.
+
     Source: Milakov & Gimelshein 2018; Dao 2023, section 3.1.
     """
+    check_online(scores, values, before)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     weights, top = wide.softmax(-1), wide.amax(-1, keepdim=True)
     empty = top == -math.inf
@@ -195,14 +219,6 @@ def backward_tiles(
             dk[..., keys, :] += dscores.mT @ here.flatten(-3, -2)
 
 # %% ../chapters/06_flash_attention.ipynb #cast_together
-def check_whole(**counts: int) -> None:
-    """Refuse a count that is not a positive whole number."""
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            found = f"got {name}={count!r}"
-            raise ValueError(f"{name} must be a positive whole number, {found}")
-
-
 def cast_together(*inputs: Tensor) -> list[Tensor]:
     """Cast as autocast casts the inputs of a matrix product; else give them back."""
     kind = inputs[0].device.type
@@ -311,7 +327,7 @@ def flash_attention(
     Source: Dao et al. 2022; the order of the loops is that of Dao 2023.
     """
     check_inputs(q, k, v, mask)
-    check_whole(block_q=block_q, block_k=block_k)
+    check_sizes(block_q=block_q, block_k=block_k)
     q, k, v = cast_together(q, k, v)
     check_alike(q, k, v)
     lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3])
@@ -358,8 +374,8 @@ def io_bytes(
 
     Source: Dao et al. 2022, theorem 2.
     """
-    check_whole(n_queries=n_queries, n_keys=n_keys, d_head=d_head)
-    check_whole(bytes_each=bytes_each, block_q=1 if block_q is None else block_q)
+    check_sizes(n_queries=n_queries, n_keys=n_keys, d_head=d_head)
+    check_sizes(bytes_each=bytes_each, block_q=1 if block_q is None else block_q)
     q, k, pairs = n_queries * d_head, n_keys * d_head, n_queries * n_keys
     if block_q is None:  # scale q; multiply by k; softmax; multiply by v
         read, written = q + (q + k) + pairs + (pairs + k), q + pairs + pairs + q
@@ -449,7 +465,7 @@ def row_attention(
             whole number.
     """
     check_inputs(q, k, v, mask)
-    check_whole(block_q=block_q)
+    check_sizes(block_q=block_q)
     q, k, v = cast_together(q, k, v)
     check_alike(q, k, v)
     if mask is not None or q.device.type != "cpu":

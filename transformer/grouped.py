@@ -15,6 +15,9 @@ from torch.nn import functional as F
 from .attention import (
     check_inputs,
     check_mask_heads,
+    check_projected,
+    check_sizes,
+    check_types,
     fused_attention,
     head_width,
     merge_heads,
@@ -24,10 +27,7 @@ from .attention import (
 # %% ../chapters/07_multi_query.ipynb #check_counts
 def check_counts(least: int = 1, **counts: int) -> None:
     """Refuse a count that is no whole number, such as 8 / 3, or is too small."""
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            found = f"got {name}={count!r}"
-            raise ValueError(f"{name} must be a whole number from {least}, {found}")
+    check_sizes(least, **counts)
 
 
 def group_width(d_model: int, n_heads: int, n_kv_heads: int, d_head: int | None) -> int:
@@ -49,6 +49,9 @@ def project_groups(
     context: Tensor | None = None,
 ) -> list[Tensor]:
     """As `project_heads`, with K heads of keys and values: q, k and v, heads split."""
+    check_projected(qkv, x=x)
+    if context is not None:
+        check_projected(qkv, context=context)
     for name, given in (("x", x), ("context", context)):
         if given is not None and given.size(-1) != qkv.in_features:
             found = f"{name} {tuple(given.shape)}"
@@ -132,7 +135,7 @@ class GroupedQueryAttention(nn.Module):
             TypeError: The mask is not bool.
             ValueError: Widths or the shape of the mask do not fit.
         """
-        check_mask_heads(mask, x, context)
+        check_mask_heads(mask, x, context, prepare)
         q, k, v = project_groups(self.qkv, self.n_heads, self.n_kv_heads, x, context)
         if prepare is not None:
             q, k, v, mask = prepare(q, k, v, mask)
@@ -231,6 +234,11 @@ def pool_kv_heads(
 
     Source: Ainslie et al. 2023, section 2.1.
     """
+    check_types(nn.Module, attn=attn)
+    check_types(Callable, pool=pool)
+    if not hasattr(attn, "n_heads") or not hasattr(attn, "qkv"):
+        found = f"got {type(attn).__name__}"
+        raise TypeError(f"attn must be a layer of attention with heads, {found}")
     present = getattr(attn, "n_kv_heads", attn.n_heads)
     check_counts(n_kv_heads=n_kv_heads)
     if present % n_kv_heads:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from .attention import (
     causal_mask,
     check_inputs,
+    check_types,
     count_heads,
     fold,
     fused_attention,
@@ -194,6 +195,7 @@ class Levels(nn.Module):
         kernel: int = 3,
     ):
         super().__init__()
+        check_listed(blocks)
         self.blocks = nn.ModuleList(blocks)
         check_counts(d_model=d_model, every=every, stride=stride, kernel=kernel)
         check_counts(n_blocks=len(self.blocks))
@@ -209,6 +211,8 @@ class Levels(nn.Module):
 # %% ../chapters/10_long_range.ipynb #check_hierarchy
 def check_hierarchy(x: Tensor, mask: Tensor | None, prepare) -> None:
     """Refuse what cannot be shortened."""
+    check_types(Tensor, x=x)
+    check_types(Tensor | None, mask=mask)
     if x.dim() != 3:
         raise ValueError(f"x must be (B, T, C), got {tuple(x.shape)=}")
     if prepare is not None:
@@ -222,6 +226,13 @@ def check_hierarchy(x: Tensor, mask: Tensor | None, prepare) -> None:
     if mask.shape not in shapes:
         expected = f"mask must be one of padding, (B, 1, 1, T), for {tuple(x.shape)=}"
         raise ValueError(f"{expected}, got {tuple(mask.shape)=}")
+
+
+def check_listed(blocks: Iterable[nn.Module]) -> None:
+    """Refuse what holds no modules."""
+    check_types(Iterable, blocks=blocks)
+    for i, block in enumerate(blocks if isinstance(blocks, list | tuple) else ()):
+        check_types(nn.Module, **{f"blocks[{i}]": block})
 
 # %% ../chapters/10_long_range.ipynb #HierarchicalEncoder
 class HierarchicalEncoder(Levels):
@@ -326,6 +337,9 @@ class MemoryTokens(nn.Module):
         Raises:
             ValueError: x has not C features.
         """
+        check_types(Tensor, x=x)
+        if not x.is_floating_point():
+            raise TypeError(f"x must hold floating-point numbers, got {x.dtype=}")
         if x.size(-1) != (d_model := self.weight.size(-1)):
             raise ValueError(f"x must have {d_model} features, got {tuple(x.shape)=}")
         memory = self.weight.to(x).expand(*x.shape[:-2], *self.weight.shape)
@@ -340,6 +354,7 @@ class MemoryTokens(nn.Module):
         Raises:
             TypeError: The mask is not bool.
         """
+        check_types(Tensor, mask=mask)
         if mask.dtype != torch.bool:
             raise TypeError(f"mask must be bool (True = may look), got {mask.dtype=}")
         if mask.size(-2) > 1:
@@ -428,6 +443,8 @@ class KeyValueStore:
 
     def write(self, k: Tensor, v: Tensor, mask: Tensor | None = None) -> None:
         """Keep these too; keys that the mask hides from every query stay hidden."""
+        check_types(Tensor, k=k, v=v)
+        check_types(Tensor | None, mask=mask)
         known = keys_in_sight(mask, k.size(-2))
         k, v, known = self.before(k.detach(), v.detach(), known)
         n = self.capacity or max(1, k.size(-2))
@@ -506,6 +523,7 @@ class ExternalMemory(nn.Module):
     ):
         super().__init__()
         check_counts(n_heads=n_heads, k=k)
+        check_types(Callable, attend=attend)
         self.gate = nn.Parameter(torch.zeros(n_heads))
         self.search, self.attend = top_k_attention(k), attend
         self.store = KeyValueStore(capacity)
@@ -514,6 +532,7 @@ class ExternalMemory(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, mask=None, causal: bool = False
     ) -> Tensor:
         """As `attention`, and everything that was written before."""
+        check_inputs(q, k, v, mask)
         if count_heads(q) != len(self.gate):
             found = f"{tuple(q.shape)=}"
             raise ValueError(f"queries must have {len(self.gate)} heads, got {found}")

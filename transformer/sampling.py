@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .attention import check_between, check_types
 from .cache import (
     KVCache,
     StaticCache,
+    check_ends,
     check_slots,
     check_writer,
     pad_left,
@@ -28,14 +30,12 @@ from .cache import (
 from .grouped import check_counts
 
 # %% ../chapters/11_sampling.ipynb #check_filter
-def check_filter(temperature: float, top_k: int | None, top_p: float | None) -> None:
+def check_filter(temperature, top_k, top_p) -> None:
     """Refuse what is no temperature, no count or no share."""
-    if not 0 <= temperature < math.inf:
-        found = f"got {temperature=}"
-        raise ValueError(f"temperature must be a finite number from 0, {found}")
+    check_between(0, math.inf, temperature=temperature)
     if top_k is not None:
         check_counts(top_k=top_k)
-    if top_p is not None and not 0 < top_p <= 1:
+    if top_p is not None and not (type(top_p) in (int, float) and 0 < top_p <= 1):
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p=}")
 
 
@@ -92,6 +92,7 @@ def filter_logits(
         for top-p.
     """
     check_filter(temperature, top_k, top_p)
+    check_types(Tensor, logits=logits)
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     best = x.amax(-1, keepdim=True)
     check_logits(best)
@@ -156,6 +157,7 @@ def sample(
     """
     if temperature == 0:
         check_filter(temperature, top_k, top_p)
+        check_types(Tensor, logits=logits)
         largest, token = logits.max(-1)
         check_logits(largest[..., None])
         return token
@@ -242,6 +244,7 @@ def stream(
     check_writer(model)
     check_counts(0, n_new=n_new)
     check_filter(temperature, top_k, top_p)
+    check_ends(model, eos, pad, cache)
     tokens, mask = pad_left(tokens, mask)
     cache = cache_for(tokens.size(1) + max(n_new - 1, 0), cache, compile)
     choose = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
