@@ -37,6 +37,7 @@ from transformer import (
     records,
     sampling,
     sources,
+    speech,
     storage,
     training,
     window,
@@ -1346,6 +1347,70 @@ def trained_run() -> Path:
     return path
 
 
+# --- real models ---------------------------------------------------------------------
+
+
+def ear(n_positions: int = 5) -> nn.Module:
+    """An encoder of sound with 3 bands, width 8 and at most 10 frames."""
+    return speech.SpeechEncoder(3, 8, [block()], n_positions=n_positions).eval()
+
+
+FROM_0 = (*NO_TENSORS, T(3), T(3) * math.nan, M(3), T(3).abs() * math.inf)
+SAMPLES = Bad(
+    (*NO_TENSORS, ids(9), torch.tensor(0.5), T(9) * math.nan, T(9) * math.inf),
+    r"floats|finite|\(T,\)",
+)
+ROWS |= {
+    "speech.mel": Row(
+        call(speech.mel, hertz=T(3).abs()), {"hertz": Bad(FROM_0, "from 0")}
+    ),
+    "speech.from_mel": Row(
+        call(speech.from_mel, mels=T(3).abs()), {"mels": Bad(FROM_0, "from 0")}
+    ),
+    "speech.mel_filters": Row(
+        call(speech.mel_filters),
+        {"n_mels": COUNT, "n_fft": COUNT, "rate": COUNT},
+    ),
+    "speech.log_mel": Row(
+        call(speech.log_mel, samples=T(2, 900), seconds=1),
+        {"samples": SAMPLES, "n_mels": COUNT, "seconds": COUNT},
+    ),
+    "speech.every_nth": Row(
+        call(speech.every_nth, samples=T(9), n=3),
+        {"samples": SAMPLES.and_also(T(2, 9)), "n": COUNT, "half": COUNT},
+    ),
+    "speech.whisper_sinusoids": Row(
+        call(speech.whisper_sinusoids, n_positions=3, d_model=4),
+        {
+            "n_positions": SIZE,
+            "d_model": Bad((0, 2, 5, *NO_COUNTS, None), "even, at least 4"),
+        },
+    ),
+    "speech.SpeechEncoder": Row(
+        lambda: (speech.SpeechEncoder, {"n_mels": 3, "d_model": 8, "blocks": []}),
+        {
+            "n_mels": COUNT,
+            "d_model": COUNT.and_also(2, 7)._replace(words="whole|even"),
+            "blocks": MODELS["blocks"],
+            "n_positions": COUNT,
+        },
+    ),
+    "speech.SpeechEncoder.forward": Row(
+        of(ear, features=T(2, 3, 10)),
+        {
+            "features": Bad(
+                (
+                    *(*NO_TENSORS, ids(2, 3, 10), T(3, 10), T(2, 4, 10), T(2, 3, 11)),
+                    *(T(2, 3, 10, dtype=torch.float64), meta(T(2, 3, 10))),
+                ),
+                r"\(B, 3, T\)|must be of torch.float32|must be on cpu",
+            ),
+            "mask": CALL["mask"]._replace(values=CALL["mask"].values[:4]),
+        },
+    ),
+}
+
+
 # --- what is still open --------------------------------------------------------------
 
 RECORDED = "recorded experiments hash its functions: a check would make them stale"
@@ -1363,7 +1428,6 @@ OPEN = {
     "formats": FULL,
     "zoo": "tests/test_zoo.py",
     "families": "tests/test_zoo.py",
-    "speech": "no checks yet",
 }
 CLOSED = {
     *("window.window_attention", "window.window_attention.attend"),

@@ -14,13 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attention import MultiHeadAttention
+from .attention import MultiHeadAttention, check_sizes, check_types, in_words
 from .blocks import PreNormBlock
 from .families import Config, in_blocks
 from .feedforward import FeedForward
-from .model import EncoderDecoder, LanguageModel
+from .model import EncoderDecoder, LanguageModel, list_blocks
 from .norms import LayerNorm
 from .positions import LearnedPositions, sinusoids
+
+# %% ../chapters/12_speech.ipynb #check_from_0
+def check_from_0(**numbers: Tensor) -> None:
+    """Refuse what is no tensor of finite real numbers from 0."""
+    check_types(Tensor, **numbers)
+    for name, x in numbers.items():
+        known = not x.is_complex() and x.dtype != torch.bool
+        if not known or not ((x >= 0) & x.isfinite()).all():
+            rule = f"{name} must be finite numbers from 0"
+            raise ValueError(f"{rule}, got {name}={in_words(x)}")
 
 # %% ../chapters/12_speech.ipynb #mel
 def mel(hertz: Tensor) -> Tensor:
@@ -32,14 +42,19 @@ def mel(hertz: Tensor) -> Tensor:
     Returns:
         Mels: 15 at 1,000 Hz, and 27 more for each factor of 6.4 above.
 
+    Raises:
+        ValueError: A frequency is below 0, or not finite.
+
     Source: Slaney 1998.
     """
+    check_from_0(hertz=hertz)
     above = 15 + 27 * (hertz.clamp(min=1000) / 1000).log() / math.log(6.4)
     return torch.where(hertz < 1000, hertz * 3 / 200, above)
 
 
 def from_mel(mels: Tensor) -> Tensor:
     """The frequency of a pitch, in Hz: the inverse of `mel`."""
+    check_from_0(mels=mels)
     above = 1000 * 6.4 ** ((mels.clamp(min=15) - 15) / 27)
     return torch.where(mels < 15, mels * 200 / 3, above)
 
@@ -57,6 +72,7 @@ def mel_filters(n_mels: int = 80, n_fft: int = 400, rate: int = 16000) -> Tensor
 
     Source: Slaney 1998, as used by Radford et al. 2023, section 2.2.
     """
+    check_sizes(n_mels=n_mels, n_fft=n_fft, rate=rate)
     wide = {"dtype": torch.float64}
     bins = torch.linspace(0, rate / 2, n_fft // 2 + 1, **wide)
     top = mel(torch.tensor(rate / 2, **wide)).item()
@@ -64,6 +80,16 @@ def mel_filters(n_mels: int = 80, n_fft: int = 400, rate: int = 16000) -> Tensor
     left, peak, right = edges[:-2], edges[1:-1], edges[2:]
     rise, fall = (bins - left) / (peak - left), (right - bins) / (right - peak)
     return torch.minimum(rise, fall).clamp(min=0) * 2 / (right - left)
+
+# %% ../chapters/12_speech.ipynb #check_samples
+def check_samples(samples: Tensor) -> None:
+    """Refuse what is no sound: whole numbers, NaN, infinity."""
+    check_types(Tensor, samples=samples)
+    found = f"got samples={in_words(samples)}"
+    if not samples.is_floating_point():
+        raise TypeError(f"samples must be floats from -1 to 1, {found}")
+    if not samples.dim() or not samples.isfinite().all():
+        raise ValueError(f"samples must be finite, (..., n), {found}")
 
 # %% ../chapters/12_speech.ipynb #log_mel
 RATE, HOP, FRAME = 16000, 160, 400  # samples: a second, between frames, in a frame
@@ -87,11 +113,12 @@ def log_mel(samples: Tensor, n_mels: int = 80, seconds: int = 30) -> Tensor:
 
     Raises:
         TypeError: Samples are no floating-point numbers.
+        ValueError: A sample is not finite.
 
     Source: Radford et al. 2023, section 2.2, and its code.
     """
-    if not samples.is_floating_point():
-        raise TypeError(f"samples must be floats from -1 to 1, got {samples.dtype=}")
+    check_samples(samples)
+    check_sizes(n_mels=n_mels, seconds=seconds)
     n = RATE * seconds
     x = F.pad(samples[..., :n].double(), (0, max(0, n - samples.size(-1))))
     how = {"window": torch.hann_window(FRAME, dtype=x.dtype, device=x.device)}
@@ -116,12 +143,15 @@ def every_nth(samples: Tensor, n: int, half: int = 16) -> Tensor:
         (⌈T / n⌉,).
 
     Raises:
-        ValueError: n is no whole number from 1.
+        TypeError: Samples are no floating-point numbers.
+        ValueError: n is no whole number from 1, or a sample not finite.
 
     Source: Smith 2011, section on window methods for the design of filters.
     """
-    if not isinstance(n, int) or n < 1:
-        raise ValueError(f"n must be a whole number from 1, got {n=}")
+    check_samples(samples)
+    check_sizes(n=n, half=half)
+    if samples.dim() != 1:
+        raise ValueError(f"samples must be (T,), got samples={in_words(samples)}")
     if n == 1:
         return samples
     at = torch.arange(-half * n, half * n + 1, dtype=torch.float64) / n
@@ -143,9 +173,28 @@ def whisper_sinusoids(n_positions: int, d_model: int) -> Tensor:
 
     Source: Radford et al. 2023, its code.
     """
+    check_sizes(0, n_positions=n_positions)
+    if type(d_model) is not int or d_model < 4 or d_model % 2:
+        raise ValueError(f"d_model must be even, at least 4, got {d_model=}")
     base = 10000.0 ** (d_model / (d_model - 2))  # over the number of waves less one
     waves = sinusoids(n_positions, d_model, base)
     return torch.cat((waves[:, ::2], waves[:, 1::2]), dim=1)
+
+# %% ../chapters/12_speech.ipynb #check_features
+def check_features(features: Tensor, weight: Tensor, most: int) -> None:
+    """Refuse what is no (B, M, T) that a convolution with this weight takes."""
+    check_types(Tensor, features=features)
+    shape, n_mels = features.shape, weight.size(1)
+    if features.dim() != 3 or shape[1] != n_mels or shape[2] > most:
+        rule = f"features must be (B, {n_mels}, T), T at most {most}"
+        raise ValueError(f"{rule}, got features={in_words(features)}")
+    if features.device != weight.device:
+        found = f"{features.device=}"
+        raise TypeError(f"features must be on {weight.device}, got {found}")
+    mixed = torch.is_autocast_enabled(features.device.type)
+    if features.dtype != weight.dtype and not mixed:
+        found = f"{features.dtype=}"
+        raise TypeError(f"features must be of {weight.dtype}, got {found}")
 
 # %% ../chapters/12_speech.ipynb #SpeechEncoder
 class SpeechEncoder(nn.Module):
@@ -167,6 +216,7 @@ class SpeechEncoder(nn.Module):
 
     Raises:
         ValueError: (from the call) There are not M bands, or too many frames.
+        TypeError: (from the call) Features are of another dtype or device.
 
     Source: Radford et al. 2023, section 2.2.
     """
@@ -180,18 +230,18 @@ class SpeechEncoder(nn.Module):
         n_positions: int = 1500,
     ):
         super().__init__()
+        check_sizes(n_mels=n_mels, d_model=d_model, n_positions=n_positions)
         self.conv1 = nn.Conv1d(n_mels, d_model, 3, padding=1)
         self.conv2 = nn.Conv1d(d_model, d_model, 3, stride=2, padding=1)
         self.positions = LearnedPositions(n_positions, d_model)
         self.positions.weight.data.copy_(whisper_sinusoids(n_positions, d_model))
-        self.blocks, self.norm = nn.ModuleList(blocks), LayerNorm(d_model)
+        self.blocks = nn.ModuleList(list_blocks(blocks))
+        self.norm = LayerNorm(d_model)
 
     def forward(self, features: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """(B, M, T) to (B, ⌈T / 2⌉, C)."""
-        n_mels = self.conv1.in_channels
-        if features.dim() != 3 or features.size(1) != n_mels:
-            found = f"got {tuple(features.shape)=}"
-            raise ValueError(f"features must be (B, {n_mels}, T), {found}")
+        check_types(Tensor | None, mask=mask)
+        check_features(features, self.conv1.weight, 2 * len(self.positions.weight))
         x = F.gelu(self.conv2(F.gelu(self.conv1(features)))).mT
         x = self.positions(x)
         for block in self.blocks:
