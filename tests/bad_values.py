@@ -1104,22 +1104,29 @@ ROWS |= {
     "plots.heatmap": Row(
         call(plots.heatmap, values=[[1, 2]], rows=["a"], columns=["b", "c"]),
         {
-            "values": Bad(("text", 3, None, [1, 2], [[]], [[1], [1, 2]]), "values"),
-            "rows": Bad((3, None, ["a", "b"], []), "rows"),
-            "columns": Bad((3, None, ["a"], []), "columns"),
+            "values": Bad(
+                ("text", 3, None, [1, 2], [[]], [[1], [1, 2]], T(2), T(0, 3)), "matrix"
+            ),
+            "rows": Bad((3, None, ["a", "b"], []), "one label for each"),
+            "columns": Bad((3, None, ["a"], []), "one label for each"),
             "title": OPEN,
             "label": OPEN,
-            "ax": Bad((3, "text"), "ax"),
+            "ax": Bad((3, "text"), "Axes"),
             "how": "what matplotlib takes",
         },
     ),
     "plots.explore": Row(
         lambda: (plots.explore, {"frame": frame, "n": [1, 2]}),
         {
-            "frame": Bad(("text", 3, None, lambda n: None), "frame"),
-            "choices": "named by the caller: see n",
-            "n": Bad((3, None, [1], list(range(61))), "n"),
+            "frame": Bad(
+                ("text", 3, None, lambda n: None), "function with a docstring"
+            ),
+            "choices": "named by the caller: see the next row",
         },
+    ),
+    "plots.explore, a choice": Row(
+        lambda: (plots.explore, {"frame": frame, "n": [1, 2]}),
+        {"n": Bad((3, None, [1], list(range(61))), "two values|60 frames")},
     ),
     "experiments.t_quantile": Row(
         call(experiments.t_quantile, p=0.9, n=3),
@@ -1423,7 +1430,6 @@ OPEN = {
     "beams": "as sampling",
     "experiments": RECORDED,
     "records": "no checks yet",
-    "plots": "no checks yet",
     "data": FULL,
     "formats": FULL,
     "zoo": "tests/test_zoo.py",
@@ -1435,7 +1441,7 @@ CLOSED = {
     "sampling.prompt_lookup",
 }
 NAMES = {  # tuples with names, and functions without arguments
-    *("sources.Carrier", "storage.Checkpoint", "command.main"),
+    *("sources.Carrier", "storage.Checkpoint", "command.main", "plots.use_style"),
     *("training.trained_language_model", "sources.recording"),
     *("model.Encoder.forward", "model.LanguageModel.forward"),
 }

@@ -228,10 +228,16 @@ def refuses(error, message, *arguments, **choices):
     [
         ({}, "one or two choices, got []"),
         (dict(a=[1, 2], b=[1, 2], c=[1, 2]), "one or two choices, got ['a', 'b', 'c']"),
-        (dict(head=[]), "a choice needs two values, got head=[]"),
-        (dict(head=[0, 1], layer=(3,)), "a choice needs two values, got layer=[3]"),
-        (dict(head=range(61)), "up to 60 frames, got n_frames=61"),
-        (dict(head=range(8), layer=range(8)), "up to 60 frames, got n_frames=64"),
+        (dict(head=[]), "head needs two values to choose from, got head=[]"),
+        (
+            dict(head=[0, 1], layer=(3,)),
+            "layer needs two values to choose from, got layer=[3]",
+        ),
+        (dict(head=range(61)), "head may make up to 60 frames, got n_frames=61"),
+        (
+            dict(head=range(8), layer=range(8)),
+            "head and layer may make up to 60 frames, got n_frames=64",
+        ),
     ],
 )
 def test_choices_are_refused_before_anything_is_drawn(choices, message):
@@ -248,7 +254,9 @@ def test_frame_without_docstring_is_refused(doc):
         return frame(head)
 
     silent.__doc__ = doc
-    refuses(ValueError, "frame needs a docstring", silent, head=[0, 1])
+    refuses(
+        ValueError, "frame must be a function with a docstring", silent, head=[0, 1]
+    )
 
 
 @pytest.mark.parametrize("result", [None, "figure", torch.zeros(2)])
@@ -412,11 +420,11 @@ def test_long_column_labels_stand_upright():
 @pytest.mark.parametrize(
     "values, rows, columns, message",
     [
-        ([1, 2], "r", "c", "heatmap draws a matrix, got tuple(values.shape)=(2,)"),
-        (torch.zeros(0, 3), "r", "c", "a matrix, got tuple(values.shape)=(0, 3)"),
-        ([[1, 2]], ["a", "b"], "c", "one label a row, got labels=['a', 'b'] for n=1"),
-        ([[1, 2]], "r", ["a"], "one label a column, got labels=['a'] for n=2"),
-        ([[1, 2]], "r", [], "one label a column, got labels=[] for n=2"),
+        ([1, 2], "r", "c", "values must be a matrix of numbers, got values=[1, 2]"),
+        (torch.zeros(0, 3), "r", "c", "a matrix of numbers, got values=(0, 3)"),
+        ([[1, 2]], ["a", "b"], "c", "one label for each of 1, got rows=['a', 'b']"),
+        ([[1, 2]], "r", ["a"], "one label for each of 2, got columns=['a']"),
+        ([[1, 2]], "r", [], "one label for each of 2, got columns=[]"),
     ],
 )
 def test_heatmap_refuses_in_one_line(values, rows, columns, message):

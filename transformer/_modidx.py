@@ -570,6 +570,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'transformer.plots': { 'transformer.plots._check_choices': ('preface.html#_check_choices', 'transformer/plots.py'),
                                    'transformer.plots._draw': ('preface.html#_draw', 'transformer/plots.py'),
                                    'transformer.plots._image': ('preface.html#_image', 'transformer/plots.py'),
+                                   'transformer.plots._in_a_line': ('preface.html#_in_a_line', 'transformer/plots.py'),
+                                   'transformer.plots._matrix': ('preface.html#_matrix', 'transformer/plots.py'),
                                    'transformer.plots._name_ticks': ('preface.html#_name_ticks', 'transformer/plots.py'),
                                    'transformer.plots._need': ('preface.html#_need', 'transformer/plots.py'),
                                    'transformer.plots._pages': ('preface.html#_pages', 'transformer/plots.py'),

@@ -66,12 +66,31 @@ def _name_ticks(axis, labels, n):
         axis.set_label_text(labels)
         axis.get_major_locator().set_params(integer=True)
         return
+    name = {"x": "columns", "y": "rows"}[axis.axis_name]
+    if not hasattr(labels, "__len__") or len(labels) != n:
+        rule = f"{name} must be a string or one label for each of {n}"
+        raise ValueError(f"{rule}, got {name}={_in_a_line(labels)}")
     labels = [str(label) for label in labels]
-    if len(labels) != n:
-        side = {"x": "column", "y": "row"}[axis.axis_name]
-        raise ValueError(f"heatmap needs one label a {side}, got {labels=} for {n=}")
     across = axis.axis_name == "x" and max(map(len, labels)) > 2
     axis.set_ticks(range(n), labels, rotation=90 if across else 0)
+
+# %% ../chapters/00_preface.ipynb #_matrix
+def _in_a_line(value):
+    """A value on one line, cut where it is long; of a tensor its shape."""
+    value = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+    return f"{' '.join(repr(value).split()):.80}"
+
+
+def _matrix(values):
+    """Values (R, C) in float64, or one line about what is there instead."""
+    try:
+        found = torch.as_tensor(values).detach().cpu().double()
+    except (TypeError, ValueError, RuntimeError):  # of a string, of uneven rows
+        found = torch.empty(0)
+    if found.dim() != 2 or not found.numel():
+        rule, shape = "values must be a matrix of numbers", _in_a_line(values)
+        raise ValueError(f"{rule}, got values={shape}")
+    return found
 
 # %% ../chapters/00_preface.ipynb #heatmap
 def heatmap(values, rows, columns, *, title="", label="", ax=None, **how):
@@ -91,12 +110,13 @@ def heatmap(values, rows, columns, *, title="", label="", ax=None, **how):
 
     Raises:
         ValueError: Not a matrix, or not one label a row and a column.
+        TypeError: ax is no Axes.
         ImportError: matplotlib is not installed.
     """
-    values = torch.as_tensor(values).detach().cpu().double()
-    if values.dim() != 2 or not values.numel():
-        raise ValueError(f"heatmap draws a matrix, got {tuple(values.shape)=}")
-    ax = ax or _need("matplotlib.pyplot").subplots()[1]
+    values = _matrix(values)
+    ax = _need("matplotlib.pyplot").subplots()[1] if ax is None else ax
+    if not hasattr(ax, "imshow"):
+        raise TypeError(f"ax must be Axes of matplotlib, got ax={_in_a_line(ax)}")
     image = ax.imshow(values.numpy(), **how)
     _name_ticks(ax.yaxis, rows, values.size(0))
     _name_ticks(ax.xaxis, columns, values.size(1))
@@ -149,12 +169,15 @@ def _check_choices(frame, choices):
     if len(choices) not in (1, 2):
         raise ValueError(f"explore takes one or two choices, got {list(choices)}")
     for name, values in choices.items():
-        if len(values) < 2:
-            raise ValueError(f"a choice needs two values, got {name}={values}")
+        if not hasattr(values, "__len__") or len(values) < 2:
+            found = f"{name}={_in_a_line(values)}"
+            raise ValueError(f"{name} needs two values to choose from, got {found}")
     if (n_frames := math.prod(map(len, choices.values()))) > MOST_FRAMES:
-        raise ValueError(f"explore draws up to {MOST_FRAMES} frames, got {n_frames=}")
-    if not (frame.__doc__ or "").strip():
-        raise ValueError(f"frame needs a docstring as alternative text, got {frame}")
+        rule = f"{' and '.join(choices)} may make up to {MOST_FRAMES} frames"
+        raise ValueError(f"{rule}, got {n_frames=}")
+    if not callable(frame) or not (frame.__doc__ or "").strip():
+        rule = "frame must be a function with a docstring, the alternative text"
+        raise ValueError(f"{rule}, got frame={_in_a_line(frame)}")
 
 # %% ../chapters/00_preface.ipynb #_slider
 def _slider(name, values):
@@ -200,7 +223,7 @@ def explore(frame, **choices):
         TypeError: frame returned something that is no Figure.
         ImportError: matplotlib or ipywidgets is not installed.
     """
-    choices = {name: list(values) for name, values in choices.items()}
+    choices = {n: list(v) if hasattr(v, "__iter__") else v for n, v in choices.items()}
     _check_choices(frame, choices)
     widgets = _need("ipywidgets")
     every = itertools.product(*choices.values())
