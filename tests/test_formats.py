@@ -380,7 +380,7 @@ def test_a_folder_must_hold_one_weight_file(tmp_path):
     words = "must hold one weight file", "x.safetensors, y.safetensors"
     refuses(tmp_path, *words, error=FileNotFoundError)
     gone = tmp_path / "gone.gguf"
-    refuses(gone, "there is no weight file", "gone.gguf", error=FileNotFoundError)
+    refuses(gone, "must be a weight file or hold one", "gone.gguf", error=FileNotFoundError)
 
 
 def test_a_config_that_is_none_is_refused(tmp_path):
@@ -550,7 +550,7 @@ def test_kinds_that_gguf_reads_say_so_where_it_is_missing(kind, tmp_path, monkey
     raw = torch.zeros(1, size, dtype=torch.uint8)
     path = write_gguf(tmp_path / "x.gguf", {"w": raw}, kinds={"w": kind})
     monkeypatch.setitem(sys.modules, "gguf", None)
-    words = rf"{kind} need gguf: pip install measured-transformer\[models\]"
+    words = rf"{kind} need gguf: pip install 'measured-transformer\[models\]"
     refuses(path, words, error=ImportError)
     smol = open_weights(weights_path("smollm2"))
     assert smol["blk.0.attn_k.weight"].shape == (192, 576)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attention import MultiHeadAttention
+from .attention import MultiHeadAttention, check_types, in_words
 from .blocks import PostNormBlock, PreNormBlock
 from .feedforward import FeedForward, GatedFeedForward, find_activation
 from .grouped import GroupedQueryAttention, grouped_attention
@@ -44,11 +44,13 @@ class Settings(NamedTuple):
         )
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A whole number from 1."""
+        """A whole number from 1 that a size may be."""
         value = self.config.get(name)
         value = default if value is None else value
         if type(value) is not int or value < 1:
             self.refuse(name, "a whole number from 1")
+        if value >= 1 << 31:
+            self.refuse(name, "below 2³¹")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -56,6 +58,18 @@ class Settings(NamedTuple):
         value = self.config.get(name, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             self.refuse(name, "a positive number")
+        return value
+
+    def span(self, low: str, high: str) -> tuple[float, float]:
+        """Two positive numbers, the second larger."""
+        if self.number(low) >= self.number(high):
+            self.refuse(high, f"more than {low}={self.config[low]!r:.80}")
+        return self.config[low], self.config[high]
+
+    def table(self, name: str) -> dict:
+        """An object of its own; empty where there is none."""
+        if not isinstance(value := self.config.get(name) or {}, dict):
+            self.refuse(name, "an object")
         return value
 
 # %% ../chapters/12_families.ipynb #Config
@@ -70,7 +84,8 @@ class Config(Settings):
 
     def curve(self, name: str) -> str:
         """The name of a curve as `FeedForward` knows it."""
-        if (value := self.config.get(name)) not in CURVES:
+        value = self.config.get(name)
+        if not isinstance(value, str) or value not in CURVES:
             self.refuse(name, f"one of {', '.join(CURVES)}")
         return CURVES[value]
 
@@ -82,7 +97,16 @@ class Config(Settings):
 
     def stack(self, block: Callable[[], nn.Module], name: str) -> list[nn.Module]:
         """As many blocks as the configuration says."""
-        return [block() for _ in range(self.count(name))]
+        if (n_blocks := self.count(name)) > 1000:
+            self.refuse(name, "at most 1,000")
+        return [block() for _ in range(n_blocks)]
+
+    def writes(self, *names: str) -> bool:
+        """Whether the class that wrote the weights is one of these."""
+        classes = self.config.get("architectures") or []
+        if not isinstance(classes, list | tuple):
+            self.refuse("architectures", "a list of names")
+        return any(name in classes for name in names)
 
 # %% ../chapters/12_families.ipynb #gpt2
 def gpt2(config: Mapping) -> LanguageModel:
@@ -154,6 +178,7 @@ class MaskedLanguageModel(Encoder):
         norm: Callable[[int], nn.Module],
     ):
         super().__init__(vocab_size, d_model, blocks, positions=positions)
+        check_types(Callable, norm=norm)
         self.curve = find_activation(activation)
         self.transform, self.transform_norm = nn.Linear(d_model, d_model), norm(d_model)
         self.bias = nn.Parameter(torch.zeros(vocab_size))
@@ -184,9 +209,7 @@ def bert(config: Mapping) -> Encoder:
     places = FirstKind(c.count("max_position_embeddings"), d, n_kinds)
     parts = c.count("vocab_size"), d, blocks
     embed = EmbeddingSum(places, norm=norm(d))
-    if {"BertForMaskedLM", "BertForPreTraining"} & {
-        *(config.get("architectures") or ())
-    }:
+    if c.writes("BertForMaskedLM", "BertForPreTraining"):
         return MaskedLanguageModel(*parts, embed, curve, norm)
     return Encoder(*parts, positions=embed)
 
@@ -224,7 +247,8 @@ def attend_of(c: Config) -> Callable[..., Tensor]:
 def rope_of(config: Mapping, d_head: int) -> RoPE:
     """The rotation: plain, interpolated, or interpolated where it is slow."""
     rope = {"rope_theta": config.get("rope_theta", 10000.0)}
-    rope |= (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+    c = Config(config)
+    rope |= c.table("rope_scaling") | c.table("rope_parameters")
     kind, c = (
         rope.get("rope_type", rope.get("type")),
         Config({"model_type": "rope"} | rope),
@@ -244,11 +268,21 @@ def rope_of(config: Mapping, d_head: int) -> RoPE:
 # %% ../chapters/12_families.ipynb #slow_pairs_slower
 def slow_pairs_slower(c: Config, frequencies: Tensor) -> Tensor:
     """Divide frequencies by a factor where a pair turns seldom within a text."""
-    low, high = c.number("low_freq_factor"), c.number("high_freq_factor")
+    low, high = c.span("low_freq_factor", "high_freq_factor")
     n_trained = c.count("original_max_position_embeddings")
     turns = n_trained * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return kept * frequencies + (1 - kept) * frequencies / c.number("factor")
+
+# %% ../chapters/12_families.ipynb #without_numbers
+def without_numbers(build: Callable[[Mapping], nn.Module], config: Mapping):
+    """The model that is built for a configuration; its tensors take no memory yet."""
+    try:
+        with torch.device("meta"):
+            return build(config)
+    except (RuntimeError, OverflowError):  # no address has so many bits
+        rule = "a configuration must give sizes that memory can have"
+        raise ValueError(f"{rule}, got {in_words(dict(config))}") from None
 
 # %% ../chapters/12_families.ipynb #in_blocks
 def in_blocks(ours: str, theirs: str, names: dict[str, str]) -> dict[str, str]:

@@ -21,7 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .attention import check_types, in_words
 from .checkpoint import check_facts
+from .sources import need
 from .storage import CODES, DTYPES
 
 # %% ../chapters/12_formats.ipynb #MappedFile
@@ -229,12 +231,7 @@ def decode(kind: str, raw: Tensor) -> Tensor:
 # %% ../chapters/12_formats.ipynb #need_gguf
 def need_gguf(kind: str):
     """The library gguf, or one line that says how to get it."""
-    try:
-        import gguf
-    except ImportError:
-        command = "pip install measured-transformer[models]"
-        raise ImportError(f"numbers of kind {kind} need gguf: {command}") from None
-    return gguf
+    return need("gguf", f"numbers of kind {kind} need gguf")
 
 # %% ../chapters/12_formats.ipynb #read_ctranslate2
 CT2_KINDS = "F32", "I8", "I16", "I32", "F16", "BF16"
@@ -270,9 +267,8 @@ def load_torch(path: Path):
             with zipfile.ZipFile(path) as archive:
                 if any(entry.compress_type for entry in archive.infolist()):
                     raise ValueError("it is compressed")
-        how = {"map_location": "cpu", "mmap": zipped, "weights_only": True}
         with warnings.catch_warnings(action="ignore"):  # it is read or it is not
-            return torch.load(path, **how)
+            return torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
     except Exception as error:
         asked = re.search(r"GLOBAL ([\w.]+)", str(error))
         why = f"it asks for {asked[1]}" if asked else type(error).__name__
@@ -344,25 +340,28 @@ class Weights(Mapping):
 
     def place(self, name: str) -> Place:
         """Kind, shape, first and last byte of a tensor, which is not read."""
+        if name not in self:
+            raise KeyError(f"name must be that of a tensor, got {name=}")
         return self._places[name]
 
     def __getitem__(self, name: str) -> Tensor:
-        self._lent.add(self._places[name].begin)
-        return view(self._places[name])
+        self._lent.add(self.place(name).begin)
+        return view(self.place(name))
 
     def copy(self, name: str, target: Tensor) -> None:
         """Fill target, of any float dtype, and let the system drop what was fetched."""
-        place = self._places[name]
-        if target.shape != place.shape or not target.is_contiguous():
-            got = f"{tuple(target.shape)} with strides {target.stride()}"
+        place = self.place(name)
+        if getattr(target, "shape", None) != place.shape or not target.is_contiguous():
+            got = f"target={in_words(target)}"
             raise ValueError(f"target must be contiguous, {place.shape}, got {got}")
         fill(target.detach(), place, drop=place.begin not in self._lent)
 
     def check(self, shapes: Mapping[str, tuple]) -> None:
         """Refuse, in one line, a file without exactly these names and shapes."""
+        check_types(Mapping, shapes=shapes)
         here = {name: str(tuple(shape)) for name, shape in shapes.items()}
         stored = {name: str(place.shape) for name, place in self._places.items()}
-        check_facts("model", stored, here)
+        check_facts("shapes", stored, here)
 
 # %% ../chapters/12_formats.ipynb #read_file
 def read_file(path: Path) -> tuple[str, dict[str, Place], dict]:
@@ -431,9 +430,10 @@ def open_weights(path: str | Path) -> Weights:
         ValueError: The file is cut short, damaged, of another kind, or asks for code;
             or shards are missing or surplus.
     """
+    check_types(str | Path, path=path)
     path = weight_file(Path(path)) if Path(path).is_dir() else Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"there is no weight file {path}")
+        raise FileNotFoundError(f"path must be a weight file or hold one, got {path}")
     beside = path.parent / "config.json"
     config = json_object(beside.read_bytes(), "config.json") if beside.is_file() else {}
     if path.name.endswith(".index.json"):

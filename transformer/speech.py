@@ -180,8 +180,8 @@ def whisper_sinusoids(n_positions: int, d_model: int) -> Tensor:
     waves = sinusoids(n_positions, d_model, base)
     return torch.cat((waves[:, ::2], waves[:, 1::2]), dim=1)
 
-# %% ../chapters/12_speech.ipynb #check_features
-def check_features(features: Tensor, weight: Tensor, most: int) -> None:
+# %% ../chapters/12_speech.ipynb #check_bands
+def check_bands(features: Tensor, weight: Tensor, most: int) -> None:
     """Refuse what is no (B, M, T) that a convolution with this weight takes."""
     check_types(Tensor, features=features)
     shape, n_mels = features.shape, weight.size(1)
@@ -241,7 +241,7 @@ class SpeechEncoder(nn.Module):
     def forward(self, features: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """(B, M, T) to (B, ⌈T / 2⌉, C)."""
         check_types(Tensor | None, mask=mask)
-        check_features(features, self.conv1.weight, 2 * len(self.positions.weight))
+        check_bands(features, self.conv1.weight, 2 * len(self.positions.weight))
         x = F.gelu(self.conv2(F.gelu(self.conv1(features)))).mT
         x = self.positions(x)
         for block in self.blocks:

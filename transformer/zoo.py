@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from .attention import check_kinds
 from .checkpoint import check_facts
 from .families import (
     BERT,
@@ -27,11 +29,12 @@ from .families import (
     bert,
     gpt2,
     llama,
+    without_numbers,
 )
 from .formats import Weights, once, open_weights
 from .model import Encoder
 from .positions import neighbours_to_halves
-from .sources import weights_path
+from .sources import need, weights_path
 from .speech import WHISPER, WHISPER_CT2, whisper
 
 # %% ../chapters/12_real_models.ipynb #Piece
@@ -119,11 +122,9 @@ def match(weights: Weights, family: Family, plan: Mapping[str, list[Piece]]) -> 
     wanted = [p for some in plan.values() for p in some if is_stored(p)]
     here = {p.name: str(p.shape) for p in wanted}
     names = once([(canonical(name, family.prefix), name) for name in weights])
-    names = {
-        name: real
-        for name, real in names.items()
-        if name in here or not re.match(family.ignored, name)
-    }
+    for name in names.keys() - here.keys():
+        if re.match(family.ignored, name):
+            del names[name]
     places = {name: weights.place(real) for name, real in names.items()}
     for name, place in places.items():
         if name in here and re.match("[IU]|BOOL", place.kind):
@@ -150,12 +151,8 @@ def size(weights: Weights, name: str, axis: int = 0) -> int | None:
 # %% ../chapters/12_real_models.ipynb #gguf_config
 def gguf_config(weights: Weights) -> dict:
     """What a GGUF file says of its model, in the words of transformers."""
-    facts = weights.metadata
-    check_says(
-        weights,
-        {"general.architecture": None} | facts,
-        {"general.architecture": "llama"},
-    )
+    facts, kind = weights.metadata, {"general.architecture": "llama"}
+    check_says(weights, dict.fromkeys(kind) | facts, kind)
     said = {k.removeprefix("llama."): v for k, v in facts.items()}
     heads, d = said.get("attention.head_count"), said.get("embedding_length")
     whole = type(heads) is int and type(d) is int and heads > 0
@@ -167,10 +164,8 @@ def gguf_config(weights: Weights) -> dict:
     config = {ours: said.get(theirs) for ours, theirs in GGUF_WORDS.items()}
     rope = {"rope_type": "default", "rope_theta": said.get("rope.freq_base", 10000.0)}
     config |= {"model_type": "llama", "hidden_act": "silu", "head_dim": d_head}
-    config |= {
-        "vocab_size": size(weights, "token_embd.weight"),
-        "rope_parameters": rope,
-    }
+    config |= {"vocab_size": size(weights, "token_embd.weight")}
+    config |= {"rope_parameters": rope}
     return config | {"tie_word_embeddings": "output.weight" not in weights}
 
 # %% ../chapters/12_real_models.ipynb #GGUF_WORDS-hidden_size-embedding_length-
@@ -199,22 +194,13 @@ def ct2_config(weights: Weights) -> dict:
     config |= {"num_mel_bins": size(weights, "encoder/conv1/weight", 1)}
     for side, places in (("encoder", "source"), ("decoder", "target")):
         layers = {n.split("/")[1] for n in weights if re.match(rf"{side}/layer_\d", n)}
-        n_positions = size(weights, f"{side}/position_encodings/encodings")
-        config[f"{side}_layers"], config[f"max_{places}_positions"] = (
-            len(layers),
-            n_positions,
-        )
+        n = size(weights, f"{side}/position_encodings/encodings")
+        config |= {f"{side}_layers": len(layers), f"max_{places}_positions": n}
         config[f"{side}_attention_heads"] = said.get(f"{side}/num_heads")
         config[f"{side}_ffn_dim"] = size(weights, f"{side}/layer_0/ffn/linear_0/weight")
-    ids = {
-        "eos_token_id": 50257 - (v == english),
-        "decoder_start_token_id": 50258 - (v == english),
-    }
-    return (
-        config
-        | ids
-        | {"pad_token_id": ids["eos_token_id"], "bos_token_id": ids["eos_token_id"]}
-    )
+    end = 50257 - (v == english)
+    config |= {f"{name}_token_id": end for name in ("eos", "pad", "bos")}
+    return config | {"decoder_start_token_id": end + 1}
 
 # %% ../chapters/12_real_models.ipynb #family_of
 KNOWN = "smollm2", "minilm", "whisper"
@@ -223,7 +209,7 @@ KNOWN = "smollm2", "minilm", "whisper"
 def family_of(config: Mapping) -> Family:
     """What a configuration is one of."""
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         rule = f"config.json must have a model_type of {', '.join(FAMILIES)}"
         raise ValueError(f"{rule}, got model_type={kind!r:.80}")
     Config(config).only(quantization_config=None)
@@ -244,8 +230,8 @@ def model_file(path: str | Path) -> Path:
     if path in KNOWN:
         return weights_path(path)
     if not Path(path).exists():
-        found = f"and the names are {', '.join(KNOWN)}"
-        raise FileNotFoundError(f"there is no file or folder {path}, {found}")
+        rule = f"path must be a file, a folder or one of {', '.join(KNOWN)}"
+        raise FileNotFoundError(f"{rule}, got path={str(path)!r}")
     return Path(path)
 
 # %% ../chapters/12_real_models.ipynb #fetch
@@ -285,12 +271,12 @@ def load(path: str | Path, *, dtype: torch.dtype = torch.float32) -> nn.Module:
         ValueError: The family, a setting or a kind of numbers is not supported; tensors
             are missing, surplus or of another shape; or the file is damaged.
     """
+    check_kinds(load, locals())
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be floating point, got {dtype=}")
     weights = open_weights(model_file(path))
     config, family = origin(weights)
-    with torch.device("meta"):
-        model = family.build(config)
+    model = without_numbers(family.build, config)
     plan = pieces_of(model, family.names)
     names = match(weights, family, plan)
     model = model.to(dtype).to_empty(device="cpu").eval()
@@ -322,6 +308,16 @@ def gguf_tokenizer(facts: Mapping):
     found.add_special_tokens([token for token, kind in kinds if kind == 3])
     return found
 
+# %% ../chapters/12_real_models.ipynb #read_whole
+def read_whole(name: str, make: Callable):
+    """What the library makes of a tokenizer's file, or one line about the file."""
+    try:
+        return make()
+    except Exception as error:  # the library has no kind of its own
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        rule = f"{name} must hold a whole tokenizer that is supported"
+        raise ValueError(f"{rule}, got {why:.200}") from None
+
 # %% ../chapters/12_real_models.ipynb #tokenizer
 def tokenizer(path: str | Path):
     """Open the tokenizer that comes with a model.
@@ -336,22 +332,23 @@ def tokenizer(path: str | Path):
     Raises:
         ImportError: The package tokenizers is missing.
         FileNotFoundError: There is no tokenizer.
-        ValueError: It is of a kind that is not supported.
+        ValueError: It is of a kind that is not supported, or damaged.
     """
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        command = "pip install measured-transformer[models]"
-        raise ImportError(f"a tokenizer needs tokenizers: {command}") from None
+    check_kinds(tokenizer, locals())
+    library = need("tokenizers", "a tokenizer needs tokenizers")
     file = model_file(path)
     if path in KNOWN and path != "smollm2":
         file = weights_path(f"{path}-tokenizer")
     if file.suffix == ".gguf":
-        return gguf_tokenizer(open_weights(file).metadata)
+        facts = open_weights(file).metadata
+        return read_whole(file.name, lambda: gguf_tokenizer(facts))
     file = file / "tokenizer.json" if file.is_dir() else file
     if not file.is_file() or file.suffix != ".json":
-        raise FileNotFoundError(f"there is no tokenizer.json in {path}")
-    return Tokenizer.from_file(str(file))
+        found = f"path={str(path)!r}"
+        raise FileNotFoundError(f"path must hold a tokenizer.json, got {found}")
+    return read_whole(
+        file.name, lambda: library.Tokenizer.from_buffer(file.read_bytes())
+    )
 
 # %% ../chapters/12_real_models.ipynb #stored_tensors
 def stored_tensors(model: nn.Module, family: Family) -> dict[str, Tensor]:
@@ -359,13 +356,13 @@ def stored_tensors(model: nn.Module, family: Family) -> dict[str, Tensor]:
     tensors, plan = {}, pieces_of(model, family.names)
     bare = isinstance(model, Encoder) and not isinstance(model, MaskedLanguageModel)
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"model must hold numbers, got {name} on meta")
         for piece in plan[name]:
             rows = parameter.detach()[piece.rows]
             if not is_stored(piece):
                 if rows.any():
-                    raise ValueError(
-                        f"keys must have no bias here, got {name} with one"
-                    )
+                    raise ValueError(f"keys must have no bias, got {name} with one")
                 continue
             alone = bare or re.match(r"lm_head\.|cls\.", piece.name)
             theirs = piece.name if alone else family.prefix + piece.name
@@ -373,11 +370,43 @@ def stored_tensors(model: nn.Module, family: Family) -> dict[str, Tensor]:
             tensors[theirs] = rows.clone(memory_format=torch.contiguous_format)
     return tensors
 
+# %% ../chapters/12_real_models.ipynb #write_both
+def config_of(model: nn.Module) -> Mapping:
+    """What `load` knew of the model that it built."""
+    if not (found := getattr(model, "config", None)):
+        rule = "model must have a config, as from load, or config must be given"
+        raise ValueError(f"{rule}, got model={type(model).__name__}")
+    return found
+
+
+def config_text(config: dict) -> str:
+    """A configuration as config.json has it."""
+    try:
+        return json.dumps(config, indent=2) + "\n"
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"config must be what JSON can hold, got {error}") from None
+
+
+def write_both(folder: Path, tensors: dict[str, Tensor], text: str) -> None:
+    """Write weights and configuration aside, and rename them when both are there."""
+    parts = {"model.part": "model.safetensors", "config.part": "config.json"}
+    weights, config = (folder / name for name in parts)
+    try:
+        save_file(tensors, weights, {"format": "pt"})
+        config.write_text(text, encoding="utf-8")
+        for part, whole in parts.items():
+            (folder / part).replace(folder / whole)
+    except SafetensorError as error:  # the library's word for what the system said
+        raise OSError(f"no model written to {folder}: {error}") from None
+    finally:
+        weights.unlink(missing_ok=True)
+        config.unlink(missing_ok=True)
+
 # %% ../chapters/12_real_models.ipynb #save
 def save(model: nn.Module, folder: str | Path, config: Mapping | None = None) -> None:
     """Write a model as a folder that `transformers` and `load` read.
 
-    Both files are written aside and renamed, the weights first.
+    Both files are written aside, then both are renamed, the weights first.
 
     Args:
         model: One that `load` can build.
@@ -387,32 +416,27 @@ def save(model: nn.Module, folder: str | Path, config: Mapping | None = None) ->
 
     Raises:
         FileExistsError: The folder holds other weights, which would be ambiguous.
+        OSError: The disk is full, or the folder may not be written to.
+        TypeError: config holds what JSON cannot.
         ValueError: There is no configuration, it is not supported, or the model is
             another; or Whisper's keys have a bias, which its files do not hold.
     """
-    config = (
-        dict(getattr(model, "config", None) or {}) if config is None else dict(config)
-    )
+    check_kinds(save, locals())
+    config = dict(config_of(model) if config is None else config)
     family = family_of(config)
-    with torch.device("meta"):
-        twin = family.build(config)
+    twin = without_numbers(family.build, config)
     shapes = [
         {n: str(tuple(p.shape)) for n, p in m.named_parameters()} for m in (model, twin)
     ]
-    check_facts("configuration", *shapes)
+    check_facts("config", *shapes)
     tensors = stored_tensors(model, family)
     head = "BertForMaskedLM" if isinstance(model, MaskedLanguageModel) else family.head
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     config |= {"architectures": [head], "dtype": dtype, "torch_dtype": dtype}
-    folder = Path(folder)
+    text, folder = config_text(config), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    other = {
-        p.name for e in ("*.safetensors*", "*.gguf", "*.bin") for p in folder.glob(e)
-    }
+    kinds = "*.safetensors*", "*.gguf", "*.bin"
+    other = {path.name for kind in kinds for path in folder.glob(kind)}
     if other := other - {"model.safetensors"}:
         raise FileExistsError(f"{folder} must hold no other weights, got {min(other)}")
-    part = folder / "model.part"
-    save_file(tensors, part, {"format": "pt"})
-    part.replace(folder / "model.safetensors")
-    part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    part.replace(folder / "config.json")
+    write_both(folder, tensors, text)
