@@ -66,12 +66,6 @@ class Settings(NamedTuple):
             self.refuse(high, f"more than {low}={self.config[low]!r:.80}")
         return self.config[low], self.config[high]
 
-    def table(self, name: str) -> dict:
-        """An object of its own; empty where there is none."""
-        if not isinstance(value := self.config.get(name) or {}, dict):
-            self.refuse(name, "an object")
-        return value
-
 # %% ../chapters/12_families.ipynb #Config
 class Config(Settings):
     """Settings that are words, or that may have one value only."""
@@ -107,6 +101,12 @@ class Config(Settings):
         if not isinstance(classes, list | tuple):
             self.refuse("architectures", "a list of names")
         return any(name in classes for name in names)
+
+    def table(self, name: str) -> dict:
+        """An object of its own; empty where there is none."""
+        if not isinstance(value := self.config.get(name) or {}, dict):
+            self.refuse(name, "an object")
+        return value
 
 # %% ../chapters/12_families.ipynb #gpt2
 def gpt2(config: Mapping) -> LanguageModel:
