@@ -262,7 +262,7 @@ def test_what_was_written_to_a_view_survives_copies_of_it(tmp_path):
 )
 def test_copy_refuses_another_shape_and_does_not_broadcast(target, tmp_path):
     weights = open_weights(write("safetensors", tmp_path, {"a": torch.ones(6, 32)}))
-    with pytest.raises(ValueError, match=r"contiguous, \(6, 32\), got \("):
+    with pytest.raises(ValueError, match=r"contiguous, \(6, 32\), got target=\("):
         weights.copy("a", target)
     assert target.eq(0).all()
 

@@ -388,7 +388,7 @@ def test_a_file_that_is_cut_damaged_or_runs_code_is_refused(folder):
     refuses(folder, "runs no code", "asks for torch.nn")
     (folder / "pytorch_model.bin").unlink()
     refuses(folder, "must hold one weight file", error=FileNotFoundError)
-    refuses("gpt5", "gpt5, and the names are smollm2, minilm", error=FileNotFoundError)
+    refuses("gpt5", "one of smollm2, minilm, whisper, got path=.gpt5", error=FileNotFoundError)
 
 
 def test_nothing_is_allocated_for_a_file_that_does_not_fit(folder, monkeypatch):
