@@ -388,17 +388,22 @@ def test_a_file_that_is_cut_damaged_or_runs_code_is_refused(folder):
     refuses(folder, "runs no code", "asks for torch.nn")
     (folder / "pytorch_model.bin").unlink()
     refuses(folder, "must hold one weight file", error=FileNotFoundError)
-    refuses("gpt5", "one of smollm2, minilm, whisper, got path=.gpt5", error=FileNotFoundError)
+    refuses(
+        "gpt5",
+        "one of smollm2, minilm, whisper, got path=",
+        "gpt5",
+        error=FileNotFoundError,
+    )
 
 
 def test_nothing_is_allocated_for_a_file_that_does_not_fit(folder, monkeypatch):
-    change(folder, vocab_size=10**12)
+    change(folder, vocab_size=10**9)
 
     def allocate(*_, **__):
         raise AssertionError("memory was taken")
 
     monkeypatch.setattr(nn.Module, "to_empty", allocate)
-    refuses(folder, "different: embed_tokens", "1000000000000")
+    refuses(folder, "different: embed_tokens", "1000000000")
 
 
 @pytest.mark.parametrize(
