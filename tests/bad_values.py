@@ -419,6 +419,16 @@ def translator() -> nn.Module:
 def hierarchy() -> nn.Module:
     """Three blocks with one convolution between them."""
     return long_range.HierarchicalEncoder(8, [block(), block(), block()])
+def bench() -> nn.Module:
+    """A bench model without attention."""
+
+    class Nothing(nn.Module):
+        """Finds nothing."""
+
+        def forward(self, x, causal):
+            return 0 * x
+
+    return experiments.bench_model(Nothing, d_model=8, n_layers=1)
 
 
 def checkpoint_folder() -> Path:
@@ -435,6 +445,11 @@ DROPOUT = Bad((-0.1, 1.1, math.nan, "3", None, True), "0 … 1|number")
 TOKENS = Bad(
     (*NO_TENSORS, T(1, 3), M(1, 3), torch.tensor([[7]]), torch.tensor([[-1]])),
     "whole numbers|tensor|Tensor|0 …",
+)
+BYTES = {"data": ids(990), "window": 9}
+BYTE_ROW = Bad(
+    (*NO_TENSORS, T(990), M(990), ids(9, 110), ids(60)),
+    "a tensor|row of integers|tenth",
 )
 PATH = Bad(NO_PATHS, "str|path|Path")
 MANY = ("3", None, 3)
@@ -1137,27 +1152,77 @@ ROWS |= {
                 (
                     3,
                     None,
-                    "abc",
+                    ["a", "b", "c"],
                     [1.0],
                     [1.0, 2.0],
                     [1.0, 2.0, math.nan],
                     [1.0, 2.0, None],
                 ),
-                "lengths|seeds|finite|numbers",
+                "lengths|seeds|finite|one loss a seed",
             )
             for name in "ab"
         },
     ),
+    "experiments.bench_model": Row(
+        lambda: (experiments.bench_model, {"attn": lambda: nn.Identity()}),
+        {
+            "attn": Bad((*NO_CALLS, None), "a function"),
+            **{name: Bad(NO_CALLS, "a function") for name in ("ffn", "positions")},
+            "norm": Bad((*NO_CALLS, None), "a function"),
+            **{name: COUNT for name in ("d_model", "n_layers", "n_positions")},
+            "vocab_size": COUNT,
+        },
+    ),
+    "experiments.validation_loss": Row(
+        lambda: (experiments.validation_loss, {"model": bench(), **BYTES}),
+        {"model": MODULE, "data": BYTE_ROW, "window": COUNT, "n_windows": COUNT},
+    ),
+    "experiments.fit": Row(
+        lambda: (experiments.fit, {"model_fn": bench, **BYTES, "steps": 2}),
+        {
+            "model_fn": Bad((*NO_CALLS, None), "a function"),
+            "data": BYTE_ROW,
+            "seed": Bad((1.5, "3", None, [1]), "whole"),
+            **{name: COUNT for name in ("steps", "batch", "window")},
+            "rate": Bad((0, -1.0, math.inf, math.nan, "3", None), "positive|number"),
+            "progress": FLAG,
+        },
+    ),
+    "experiments.compare": Row(
+        call(
+            experiments.compare,
+            run=lambda arm, rate, seed: 1.0,
+            arms=["a"],
+            rates=[0.1],
+            seeds=2,
+        ),
+        {
+            "run": Bad((*NO_CALLS, None), "a function"),
+            "arms": Bad((3, None), "several"),
+            "rates": Bad((3, None, []), "several|finite loss"),
+            "seeds": Bad((2.5, None, [0, 1], ["a"], [1.5]), "several|whole|chosen"),
+        },
+    ),
+    **{
+        f"experiments.{name}": Row(
+            lambda: (bench, {}), dict.fromkeys(arguments, "handed on by bench_model")
+        )
+        for name, arguments in (
+            ("BenchBlock", ("d_model", "attn", "ffn", "norm")),
+            ("BenchPositions", ("n_positions", "d_model")),
+            ("BenchModel", ("embedding", "positions", "blocks", "norm")),
+        )
+    },
     "experiments.verdict": Row(
         call(experiments.verdict, claim_id="MHA-1", word="holds", because="so it is"),
         {
-            "claim_id": Bad(("MHA-999", 3, None), "claim"),
-            "word": Bad(("maybe", 3, None), "one of"),
-            "because": Bad(("", " ", "a\nb", 3, None), "line"),
+            "claim_id": Bad(("MHA-999", 3, None), "claim|text"),
+            "word": Bad(("maybe", 3, None), "one of|text"),
+            "because": Bad(("", " ", "a\nb", 3, None), "line|text"),
             "effect": Bad((3, "", "a\nb", [1]), "line|effect"),
             "unit": Bad(("nats", 3), "effect|unit"),
             "seeds": Bad((0, -1, 1.5, "3", True), "seeds"),
-            "device": Bad(("", "a,b", "a\nb", 3, None), "device"),
+            "device": Bad(("", "a,b", "a\nb", 3, None), "name without|text|an effect"),
         },
     ),
     "cache.KVCache": Row(call(cache.KVCache), {"n_tokens": COUNT}),
@@ -1308,16 +1373,16 @@ ROWS |= {
             {"model": writer(), "tokens": ids(2, 3), "n_new": 2, "n_beams": 2},
         ),
         {
-            "model": MODULE.and_also(encoder()),
-            "tokens": TOKENS.and_also(ids(3), ids(2, 0)),
+            "model": MODULE.and_also(encoder()).under("LanguageModel|model"),
+            "tokens": TOKENS._replace(words=f"{TOKENS.words}|at least one").and_also(
+                ids(3), ids(2, 0)
+            ),
             "n_new": COUNT,
             "n_beams": COUNT,
             "eos": Bad((1.5, "3", [1.5], -1, 7, True), "eos"),
             "pad": Bad((-1, 7, 1.5, "3", None), "pad"),
             "length_penalty": Bad((math.nan, math.inf, "3", None), "length_penalty"),
-            "mask": Bad(
-                ("text", M(2, 3).float(), M(2, 4), M(2, 3) & False), "mask|real"
-            ),
+            "mask": Bad(("text", M(2, 3).float(), M(2, 4)), "bool|Tensor|shape|tokens"),
             "chunk": COUNT,
             "cache": Bad(("text", 3), "cache"),
             "context": "handed to the model",
@@ -1485,6 +1550,11 @@ OPEN = {
     "sampling": FULL,
     "beams": "as sampling",
     "experiments": RECORDED,
+    "grouped": RECORDED,
+    "window": RECORDED,
+    "long_range": RECORDED,
+    "cache": RECORDED,
+    "sampling": RECORDED,
     "records": "no checks yet",
     "data": FULL,
 }

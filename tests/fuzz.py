@@ -29,11 +29,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import gguf
 import torch
 from test_formats import write
 from torch import nn
 
-from transformer import command, records, storage, training
+from transformer import command, families, records, storage, training, zoo
 from transformer.checkpoint import load_checkpoint, save_checkpoint
 from transformer.data import BytePairTokenizer
 from transformer.formats import open_weights
@@ -186,6 +187,75 @@ def log(folder: Path) -> Path:
     return path
 
 
+SIZES = {"vocab_size": 270, "hidden_size": 8, "num_attention_heads": 2}
+SIZES |= {"num_hidden_layers": 1, "intermediate_size": 12, "hidden_act": "silu"}
+SIZES |= {"max_position_embeddings": 16}
+SLOW = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500.0}
+SLOW |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SLOW |= {"original_max_position_embeddings": 32}
+MODELS = {
+    "llama": SIZES | {"num_key_value_heads": 1, "rope_parameters": SLOW},
+    "mistral": SIZES | {"sliding_window": 3, "tie_word_embeddings": True},
+    "bert": SIZES | {"hidden_act": "gelu", "architectures": ["BertForMaskedLM"]},
+    "gpt2": {
+        **{"vocab_size": 270, "n_embd": 8, "n_head": 2, "n_layer": 1, "n_inner": 9},
+        **{"n_positions": 16, "activation_function": "gelu_new"},
+    },
+    "whisper": {
+        **{"vocab_size": 270, "d_model": 8, "activation_function": "gelu"},
+        **{f"{side}_layers": 1 for side in ("encoder", "decoder")},
+        **{f"{side}_attention_heads": 2 for side in ("encoder", "decoder")},
+        **{f"{side}_ffn_dim": 9 for side in ("encoder", "decoder")},
+        **{"num_mel_bins": 3, "max_source_positions": 4, "max_target_positions": 5},
+    },
+}
+
+
+def saved_model(kind: str, name: str) -> Callable[[Path], Path]:
+    """A file of the folder that `zoo.save` writes, with a tokenizer."""
+
+    def make(folder: Path) -> Path:
+        said = {"model_type": kind} | MODELS[kind]
+        zoo.save(zoo.FAMILIES[kind].build(said), folder, said)
+        tokenizer("tokenizer.json")(folder)
+        return folder / name
+
+    return make
+
+
+def gguf_model(folder: Path) -> Path:
+    """A Llama with its tokenizer as one GGUF file."""
+    made = BytePairTokenizer.train("the cat sat on the other mat " * 9, 270)
+    writer = gguf.GGUFWriter(folder / "x.gguf", "llama")
+    for name, n in zip(COUNTS, (16, 8, 1, 12, 2, 1, 4), strict=True):
+        getattr(writer, f"add_{name}")(n)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(500.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([*made.vocab])
+    writer.add_token_types([1] * (len(made.vocab) - 1) + [3])
+    writer.add_token_merges([" ".join(pair) for pair in made.merges])
+    model = families.llama({"model_type": "llama"} | MODELS["llama"])
+    for name, pieces in zoo.pieces_of(model, families.LLAMA_GGUF).items():
+        for piece in pieces:
+            rows = model.get_parameter(name).detach()[piece.rows]
+            writer.add_tensor(piece.name, rows.contiguous().numpy())
+    for write_part in ("header_to_file", "kv_data_to_file", "tensors_to_file"):
+        getattr(writer, f"write_{write_part}")()
+    writer.close()
+    return folder / "x.gguf"
+
+
+COUNTS = "context_length", "embedding_length", "block_count", "feed_forward_length"
+COUNTS += "head_count", "head_count_kv", "rope_dimension_count"
+
+
+def read_model(path: Path) -> nn.Module:
+    """The model of the folder that the file is in, or of the file."""
+    return zoo.load(path if path.suffix == ".gguf" else path.parent)
+
+
 FORMATS = {
     "safetensors": weights("safetensors"),
     "gguf": weights("gguf"),
@@ -201,6 +271,16 @@ FORMATS = {
     "result": Format(result, read_result),
     "run": Format(run_of_command, lambda path: command.load_run(path.parent)),
     "log": Format(log, training.read_log),
+    **{
+        f"{kind} of a folder": Format(saved_model(kind, "config.json"), read_model)
+        for kind in MODELS
+    },
+    "model of a folder": Format(saved_model("llama", "model.safetensors"), read_model),
+    "model of a GGUF": Format(gguf_model, read_model),
+    "tokenizer of a folder": Format(
+        saved_model("llama", "tokenizer.json"), lambda path: zoo.tokenizer(path.parent)
+    ),
+    "tokenizer of a GGUF": Format(gguf_model, zoo.tokenizer),
 }
 
 # --- the damage ---------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """A run goes on as if it had not stopped; what does not fit changes nothing."""
 
 import copy
+import json
+import math
 import re
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
+from transformer import storage
 from transformer.attention import MultiHeadAttention
 from transformer.blocks import PreNormBlock
 from transformer.checkpoint import load_checkpoint, save_checkpoint
@@ -474,9 +477,59 @@ def test_what_another_program_wrote_is_refused(tmp_path):
         write_checkpoint(tmp_path, tensors, state)
         line = "json was not written by save_checkpoint$"
         refused(tmp_path, line, model, adam(model))
-    state = {"tied": {}, "optimizer": None}
+    state = {"tied": {}, "optimizer": None, "step": 0}
     write_checkpoint(tmp_path, {"model/0.weight": torch.ones(4, 3)}, state)
     refused(tmp_path, r"got missing: 0.bias, 1.weight, 1.bias$", model)
+
+
+def reseal(path, change) -> None:
+    """Change a checkpoint's JSON and give it the digest that fits."""
+    state = json.loads(path.read_text("utf-8"))
+    del state["digest"]
+    change(state)
+    state["digest"] = storage.digest(state)
+    path.write_text(json.dumps(state), "utf-8")
+
+
+ODD_OPTIONS = [
+    *(("lr", "fast"), ("lr", None), ("lr", True), ("lr", math.nan), ("lr", [0.1])),
+    *(("betas", 0.9), ("betas", [0.9]), ("betas", [0.9, "x"]), ("betas", None)),
+    *(("eps", {"a": 1}), ("maximize", "yes"), ("maximize", 1), ("amsgrad", 0.0)),
+]
+
+
+@pytest.mark.parametrize("key, value", ODD_OPTIONS, ids=repr)
+def test_an_option_of_another_kind_is_refused_though_its_digest_fits(
+    key, value, tmp_path
+):
+    model = plain(1)
+    path = save_checkpoint(tmp_path, model, adam(model), step=1)
+
+    def change(state):
+        state["optimizer"]["groups"][0]["options"][key] = value
+
+    reseal(path, change)
+    here = adam(other := plain(2))
+    before = repr(here.param_groups)
+    refused(path, f"{key} of the optimizer must be like .*, got ", other, here)
+    assert repr(here.param_groups) == before
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        *(("step", "3"), ("step", -1), ("step", True), ("step", None)),
+        *(("data", [1]), ("schedule", "x"), ("config", 3)),
+    ],
+)
+def test_what_is_told_of_another_kind_is_refused_though_its_digest_fits(
+    name, value, tmp_path
+):
+    path = save_checkpoint(tmp_path, plain(1), step=1)
+    reseal(path, lambda state: state.update({name: value}))
+    refused(
+        path, f"{path.name} {name} must .*, got {re.escape(repr(value))}$", plain(2)
+    )
 
 
 def test_data_that_json_would_change_is_refused(tmp_path):

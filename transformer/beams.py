@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .attention import check_kinds, check_sizes, in_words
 from .cache import KVCache, check_writer, pad_left, read
-from .grouped import check_counts
+from .model import check_tokens
 from .sampling import all_ends, keep_largest, prefill
 
 # %% ../chapters/11_beams.ipynb #Beams
@@ -30,6 +31,30 @@ def best_of(x: Tensor, n: int) -> Tensor:
     places = keep_largest(x, n).nonzero()[:, 1].view(-1, n)
     order = x.gather(1, places).sort(dim=-1, descending=True, stable=True).indices
     return places.gather(1, order)
+
+# %% ../chapters/11_beams.ipynb #check_search
+def check_ids_below(n: int, **given: int | Sequence[int] | None) -> None:
+    """Refuse what is no number of a token, nor several of them."""
+    for name, ids in given.items():
+        every = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
+        if not all(type(i) is int and 0 <= i < n for i in every):
+            found = f"{name}={in_words(ids)}"
+            raise ValueError(
+                f"{name} must be whole numbers in 0 … {n - 1}, got {found}"
+            )
+
+
+def check_search(model: nn.Module, given: dict) -> None:
+    """Refuse what cannot be searched, before a model reads anything."""
+    check_kinds(beam_search, given)
+    check_writer(model)
+    check_sizes(**{name: given[name] for name in ("n_new", "n_beams", "chunk")})
+    check_tokens(tokens=given["tokens"])
+    if given["tokens"].dim() != 2 or not given["tokens"].numel():
+        found = f"tokens={in_words(given['tokens'])}"
+        raise ValueError(f"tokens must be (B, T) with at least one token, got {found}")
+    n = len(model.embedding.weight)
+    check_ids_below(n, eos=given["eos"], pad=given["pad"])
 
 # %% ../chapters/11_beams.ipynb #beam_search
 @torch.no_grad()
@@ -64,7 +89,7 @@ def beam_search(
 
     Raises: as `generate`.
     """
-    check_counts(n_new=n_new, n_beams=n_beams)
+    check_search(model, locals() | {"context": None})
     rows = torch.arange(len(tokens), device=tokens.device).repeat_interleave(n_beams)
     cache = KVCache(tokens.size(1) + n_new) if cache is None else cache
     logits = read_prompts(model, tokens, mask, cache, chunk, context)

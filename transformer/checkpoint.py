@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from .attention import check_kinds
+from .attention import check_kinds, in_words, is_kind
 from .storage import (
     Checkpoint,
     newest_checkpoint,
@@ -205,6 +205,40 @@ def check_facts(what: str, stored: dict[str, str], here: dict[str, str]) -> None
     if faults := "; ".join(filter(None, kinds.values())):
         raise ValueError(f"the checkpoint must be of the {what} here, got {faults}")
 
+# %% ../chapters/09_checkpoints.ipynb #check_options
+def check_told(found: Checkpoint) -> None:
+    """Refuse a step that counts nothing, and what is no object where one is told."""
+    told = {name: found.state.get(name) for name in ("step", "data", "schedule")}
+    told["config"], where = found.state.get("config"), f"in {found.path.name}"
+    if not is_kind(told["step"], int) or told["step"] < 0:
+        raise ValueError(f"{where} step must count from 0, got {told['step']!r:.80}")
+    for name in ("data", "schedule", "config"):
+        if not isinstance(told[name], dict | None):
+            got = f"{told[name]!r:.80}"
+            raise ValueError(f"{where} {name} must be an object or null, got {got}")
+
+
+def may_replace(here, stored) -> bool:
+    """Whether an option that was saved is of the kind of the one that is here."""
+    if isinstance(here, list | tuple):
+        alike = isinstance(stored, list) and len(stored) == len(here)
+        return alike and all(map(may_replace, here, stored))
+    if here is None:
+        return not isinstance(stored, dict | list)
+    if isinstance(here, Tensor | float) or type(here) is int:
+        return is_kind(stored, float)
+    return stored is None or type(stored) is type(here)
+
+
+def check_options(optimizer: Optimizer, found: Checkpoint) -> None:
+    """Refuse options of an optimizer that are of another kind than those here."""
+    groups = found.state["optimizer"]["groups"]
+    for group, stored in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in stored["options"].items():
+            if key in group and not may_replace(group[key], value):
+                rule = f"{key} of the optimizer must be like {in_words(group[key])}"
+                raise ValueError(f"in {found.path.name} {rule}, got {in_words(value)}")
+
 # %% ../chapters/09_checkpoints.ipynb #model_facts
 def is_group(group) -> bool:
     """Whether this describes a group of parameters."""
@@ -220,7 +254,7 @@ def check_origin(found: Checkpoint) -> None:
     none = {"kind": "none", "groups": []}
     match found.state.get("tied"), none if optimizer is None else optimizer:
         case dict(), {"kind": str(), "groups": [*groups]} if all(map(is_group, groups)):
-            return
+            return check_told(found)
     raise ValueError(f"{found.path.name} was not written by save_checkpoint")
 
 
@@ -240,6 +274,7 @@ def optimizer_facts(state: dict | None) -> dict[str, str]:
 # %% ../chapters/09_checkpoints.ipynb #recalled
 def recalled(optimizer: Optimizer, here: dict[str, Tensor], found: Checkpoint) -> dict:
     """What an optimizer remembered, in memory of its own: {parameter: {key: value}}."""
+    check_options(optimizer, found)
     near, values = set(), {}  # parameters whose count of steps is on their device
     for group in optimizer.param_groups:
         if group.get("capturable") or group.get("fused"):

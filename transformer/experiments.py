@@ -22,7 +22,14 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from .records import recorded as recorded
-from .sources import text
+from .sources import (
+    check_compared,
+    check_each,
+    check_from_1,
+    check_losses,
+    check_training,
+    text,
+)
 
 # %% ../chapters/00_experiments.ipynb #byte_data
 def byte_data() -> Tensor:
@@ -131,7 +138,10 @@ def bench_model(
     Returns:
         The model, called with (B, T) tokens, giving (B, T, V) logits.
     """
-
+    check_each(callable, "a function", attn=attn, ffn=ffn or attn, norm=norm)
+    check_each(callable, "a function", positions=positions or attn)
+    check_from_1(d_model=d_model, n_layers=n_layers)
+    check_from_1(n_positions=n_positions, vocab_size=vocab_size)
     makers = [
         lambda: _embedding(vocab_size, d_model),
         positions or (lambda: BenchPositions(n_positions, d_model)),
@@ -150,7 +160,8 @@ def _split(data: Tensor, window: int = 64) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: data is no row of integers, or the last tenth holds no window.
     """
-    if data.dim() != 1 or data.is_floating_point():
+    check_each(Tensor, "a tensor", data=data)
+    if data.dim() != 1 or data.is_floating_point() or data.dtype == torch.bool:
         raise ValueError(
             f"data must be a row of integers, got {data.dtype=}, {data.shape=}"
         )
@@ -176,6 +187,8 @@ def validation_loss(
     model: nn.Module, data: Tensor, *, window: int = 64, n_windows: int = 256
 ) -> float:
     """Mean loss in nats per byte on windows spread evenly over the held-out tenth."""
+    check_each(nn.Module, "a module", model=model)
+    check_from_1(window=window, n_windows=n_windows)
     held_out = _split(data, window)[1]
     starts = torch.linspace(0, len(held_out) - window - 1, n_windows).long()
     was_training = model.training
@@ -256,6 +269,7 @@ def fit(
         The model, the training loss of each step and the validation loss, in nats
         per byte.
     """
+    check_training(model_fn, seed, rate, steps=steps, batch=batch, window=window)
     train, _ = _split(data, window)
     order = torch.Generator().manual_seed(seed)
     hidden = not (sys.stderr.isatty() if progress is None else progress)
@@ -297,7 +311,8 @@ def t_quantile(p: float, n: int) -> float:
         p: At least 0.5 and below 1.
         n: Degrees of freedom, a whole number from 1.
     """
-    if not 0.5 <= p < 1 or n < 1:
+    check_from_1(n=n)
+    if not isinstance(p, float) or not 0.5 <= p < 1:
         raise ValueError(f"t_quantile needs 0.5 <= p < 1 and n >= 1, got {p=}, {n=}")
     low, high = 0.0, math.pi / 2
     for _ in range(60):
@@ -335,13 +350,14 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> Difference:
     Raises:
         ValueError: Lengths differ, there are fewer than 3, or a loss is not finite.
     """
+    check_losses(a=a, b=b)
     if len(a) != len(b):
         raise ValueError(f"pairs need equal lengths, got {len(a)=}, {len(b)=}")
     if len(a) < 3:
         raise ValueError(f"an interval needs at least 3 seeds, got {len(a)=}")
     bad = [x for x in (*a, *b) if x is None or not math.isfinite(x)]
     if bad:
-        raise ValueError(f"losses must be finite, got {bad[0]}")
+        raise ValueError(f"losses in a and b must be finite, got {bad[0]!r}")
     d = [float(x) - float(y) for x, y in zip(a, b, strict=True)]
     mean, n = statistics.fmean(d), len(d)
     error = statistics.stdev(d) / math.sqrt(n)
@@ -375,6 +391,7 @@ def compare(
     Raises:
         ValueError: Seed 0 is among the seeds, or no rate gave a finite loss.
     """
+    check_compared(run, arms, rates, seeds)
     seeds = list(range(1, seeds + 1) if isinstance(seeds, int) else seeds)
     if 0 in seeds:
         raise ValueError(f"seed 0 has chosen the rates, so leave it out, got {seeds=}")
@@ -439,7 +456,7 @@ def _effect_line(effect, unit: str, seeds: int | None, device: str) -> str:
         raise ValueError(f"effect must be a Difference or one line, got {effect=}")
     elif unit:
         raise ValueError(f"an effect in words holds its own unit, got {unit=}")
-    if seeds is not None and (not isinstance(seeds, int) or seeds < 1):
+    if seeds is not None and (type(seeds) is not int or seeds < 1):
         raise ValueError(f"seeds must be a whole number from 1, got {seeds=}")
     if not device.strip() or set(device) & set(",\n"):
         raise ValueError(f"device must be a name without commas, got {device=}")
@@ -476,6 +493,8 @@ def verdict(
             reason or the effect is not one line, or an argument does not fit the
             effect.
     """
+    check_each(str, "text", claim_id=claim_id, word=word, because=because)
+    check_each(str, "text", unit=unit, device=device)
     if claim_id not in claims():
         raise ValueError(f"no such claim in transformer/claims.json, got {claim_id=}")
     if word not in VERDICTS:

