@@ -216,7 +216,11 @@ def saved_model(kind: str, name: str) -> Callable[[Path], Path]:
 
     def make(folder: Path) -> Path:
         said = {"model_type": kind} | MODELS[kind]
-        zoo.save(zoo.FAMILIES[kind].build(said), folder, said)
+        model = zoo.FAMILIES[kind].build(said)
+        for part, parameter in model.named_parameters():
+            if part.endswith("qkv.bias"):
+                parameter.detach().zero_()  # Whisper's files hold none for keys
+        zoo.save(model, folder, said)
         tokenizer("tokenizer.json")(folder)
         return folder / name
 
