@@ -1354,10 +1354,28 @@ ROWS |= {
     "records.recorded": Row(
         call(records.recorded, name="x", full={}, probe={}),
         {
-            "name": Bad((3, None, "", "a/b"), "name"),
-            "full": Bad((3, None, [1]), "full"),
-            "probe": Bad((3, None, [1]), "probe"),
+            "name": Bad((3, None, "", "a/b"), "a file's name"),
+            "full": Bad((3, None, [1]), "a dictionary"),
+            "probe": Bad((3, None, [1]), "a dictionary"),
         },
+    ),
+    "records.experiment_hash": Row(
+        call(records.experiment_hash, name="x", find=lambda name: None),
+        {
+            "name": Bad((3, None), "name of a definition"),
+            "find": Bad((*NO_CALLS, None), "a function"),
+        },
+    ),
+    "records.write_whole": Row(
+        lambda: (records.write_whole, {"path": folder() / "x", "text": "x"}),
+        {
+            "path": Bad(NO_PATHS, "str or a path"),
+            "text": Bad((3, None, b"x"), "str or a path"),
+        },
+    ),
+    "records.Recorded": Row(
+        call(records.recorded, name="x", full={}, probe={}),
+        dict.fromkeys(("function", "name", "full", "probe"), "handed on by recorded"),
     ),
     "command.load_run": Row(
         lambda: (command.load_run, {"folder": trained_run()}),
@@ -1555,7 +1573,6 @@ OPEN = {
     "long_range": RECORDED,
     "cache": RECORDED,
     "sampling": RECORDED,
-    "records": "no checks yet",
     "data": FULL,
 }
 CLOSED = {

@@ -24,6 +24,8 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 
 import torch
 
+from .sources import check_each
+
 # %% ../chapters/00_records.ipynb #_syntax
 def _syntax(node) -> list | str:
     """A syntax tree as nested lists: no docstrings, comments, places or empty fields.
@@ -149,6 +151,8 @@ def experiment_hash(name: str, find: Callable[[str], ast.AST | None]) -> str:
         find: Gives the syntax tree of a name that is defined beside the experiment,
             None for what comes from elsewhere.
     """
+    check_each(str, "the name of a definition", name=name)
+    check_each(callable, "a function", find=find)
     found = _reached(name, find, _kept)
     if any(map(_catches, found.values())):
         found = _reached(name, find, lambda node: node)
@@ -264,6 +268,7 @@ def _read_record(path: Path, expected_hash: str) -> dict:
 # %% ../chapters/00_records.ipynb #_write_record
 def write_whole(path: str | Path, text: str) -> None:
     """Write a file of text whole or not at all."""
+    check_each((str, Path), "str or a path", path=path, text=text)
     path = Path(path)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -363,10 +368,8 @@ def _measure(experiment: Recorded, device: str) -> None:
     """Run an experiment, its probe first, and store what came out."""
     path = experiment.path(device)
     if not (path.parents[2] / "pyproject.toml").exists():
-        raise RuntimeError(
-            "results are recorded in the repository, and this is an installed copy:"
-            " pip install -e . there"
-        )
+        why = "results are recorded in the repository, and this is an installed copy"
+        raise RuntimeError(f"{why}: pip install -e . there")
     code = experiment_hash(
         experiment.function.__name__, _live_find(experiment.function)
     )
@@ -400,10 +403,9 @@ def _check_probe(experiment: Recorded, device: str) -> None:
     now, _ = _run_once(experiment, experiment.probe, device)
     where = _deviation(now, then)
     if where:
-        raise RuntimeError(
-            f"probe of {experiment.name}: {where}: code that it calls has changed;"
-            f" delete {experiment.path(device).name}, then run `make experiments`"
-        )
+        what = f"probe of {experiment.name}: {where}"
+        how = f"delete {experiment.path(device).name}, then run `make experiments`"
+        raise RuntimeError(f"{what}: code that it calls has changed; {how}")
 
 # %% ../chapters/00_records.ipynb #_recall
 def _recall(experiment: Recorded) -> dict:
@@ -450,6 +452,10 @@ def recorded(name: str, *, full: dict, probe: dict) -> Callable[[Callable], Reco
         RuntimeError: (when called) The file is missing, edited or stale, or the probe
             gives another result.
     """
+    check_each(str, "a file's name", name=name)
+    if not name or "/" in name:
+        raise ValueError(f"name must be a file's name, got {name=}")
+    check_each(dict, "a dictionary", full=full, probe=probe)
 
     def decorate(function: Callable[..., dict]) -> Recorded:
         if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
