@@ -314,7 +314,7 @@ def test_quantile_is_the_printed_one(p, n, printed):
 
 @pytest.mark.parametrize("p, n", [(0.4, 4), (1.0, 4), (0.975, 0)])
 def test_quantile_outside_its_range_is_refused(p, n):
-    with pytest.raises(ValueError, match="t_quantile needs|n must be a whole number"):
+    with pytest.raises(ValueError, match=r"t_quantile needs|n must be a whole number"):
         t_quantile(p, n)
 
 

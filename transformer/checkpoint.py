@@ -230,9 +230,11 @@ def may_replace(here, stored) -> bool:
     return stored is None or type(stored) is type(here)
 
 
-def check_options(optimizer: Optimizer, found: Checkpoint) -> None:
-    """Refuse options of an optimizer that are of another kind than those here."""
-    groups = found.state["optimizer"]["groups"]
+def check_optimizer(optimizer: Optimizer, model: nn.Module, found: Checkpoint) -> None:
+    """Refuse another optimizer, and options of another kind than those here."""
+    told, here = found.state["optimizer"], describe(optimizer, model)[1]
+    check_facts("optimizer", optimizer_facts(told), optimizer_facts(here))
+    groups = told["groups"] if told else []
     for group, stored in zip(optimizer.param_groups, groups, strict=True):
         for key, value in stored["options"].items():
             if key in group and not may_replace(group[key], value):
@@ -274,7 +276,6 @@ def optimizer_facts(state: dict | None) -> dict[str, str]:
 # %% ../chapters/09_checkpoints.ipynb #recalled
 def recalled(optimizer: Optimizer, here: dict[str, Tensor], found: Checkpoint) -> dict:
     """What an optimizer remembered, in memory of its own: {parameter: {key: value}}."""
-    check_options(optimizer, found)
     near, values = set(), {}  # parameters whose count of steps is on their device
     for group in optimizer.param_groups:
         if group.get("capturable") or group.get("fused"):
@@ -353,8 +354,7 @@ def load_checkpoint(
     parts = {n[6:]: tensor for n, tensor in stored.items() if n[:6] == "model/"}
     check_facts("model", model_facts(parts, state["tied"]), model_facts(here, tied))
     if optimizer is not None:
-        saved_by, mine = state["optimizer"], describe(optimizer, model)[1]
-        check_facts("optimizer", optimizer_facts(saved_by), optimizer_facts(mine))
+        check_optimizer(optimizer, model, found)
         remembered = recalled(optimizer, here, found)
     if rng and rank() == 0:
         set_random_states(stored)
@@ -363,6 +363,6 @@ def load_checkpoint(
     if optimizer is not None:
         optimizer.state.clear()
         optimizer.state.update(remembered)
-        set_options(optimizer, saved_by["groups"])
+        set_options(optimizer, state["optimizer"]["groups"])
     kept = ("step", "data", "schedule", "config", "versions")
     return {key: state.get(key) for key in kept} | {"file": found.path.name}
