@@ -419,6 +419,8 @@ def translator() -> nn.Module:
 def hierarchy() -> nn.Module:
     """Three blocks with one convolution between them."""
     return long_range.HierarchicalEncoder(8, [block(), block(), block()])
+
+
 def bench() -> nn.Module:
     """A bench model without attention."""
 
@@ -1566,13 +1568,6 @@ OPEN = {
     "flash_triton": "test_flash_triton",
     "window": "window_mask: window-timing catches errors, so it hashes each check",
     "sampling": FULL,
-    "beams": "as sampling",
-    "experiments": RECORDED,
-    "grouped": RECORDED,
-    "window": RECORDED,
-    "long_range": RECORDED,
-    "cache": RECORDED,
-    "sampling": RECORDED,
     "data": FULL,
 }
 CLOSED = {
