@@ -135,3 +135,34 @@ def test_command_that_may_not_write_says_one_line_and_can_be_repeated(odd, n_byt
     assert done.returncode == 0, done.stderr
     rows = files(odd)["run/log.csv"].decode("ascii").splitlines()
     assert len(rows) == 4 and json.loads(files(odd)["run/run.json"])["seed"] == 0
+
+
+MODEL = """
+from transformer import zoo
+sizes = {"n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 9, "vocab_size": 99}
+said = {"model_type": "gpt2", "activation_function": "gelu"} | sizes
+made = zoo.FAMILIES["gpt2"].build(said)
+
+
+def act():
+    zoo.save(made, folder / "x" / ".." / "new", said)
+    read = zoo.load(folder / "new").state_dict()
+    assert all(read[name].equal(x) for name, x in made.state_dict().items())
+"""
+
+
+def test_model_is_saved_into_any_folder_whole_or_not_at_all(odd):
+    (odd / "x").mkdir()
+    limited = MODEL + LIMITED.format(n_bytes=2048, acts="act")
+    for n_files in (1, 3):  # before there is anything, and after
+        before = files(odd)
+        assert len(before) == n_files
+        done = python(limited, odd, odd, **ASCII)
+        assert done.returncode == 0 and files(odd) == before, done.stderr
+        [line] = done.stdout.splitlines()
+        assert "no model written to" in line and "File too large" in line
+        assert python(MODEL + "act()", odd, odd, **ASCII).returncode == 0
+    (odd / "file").touch()
+    code = "try: zoo.save(made, folder / 'file', said)\nexcept OSError as e: print(e)"
+    done = python(MODEL + code, odd, odd)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 1, done.stderr
