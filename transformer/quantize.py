@@ -50,6 +50,15 @@ def check_row(x: Tensor, n_features: int) -> None:
     if x.shape[-1:] != (n_features,):
         raise ValueError(f"x must have {n_features} features, got x={in_words(x)}")
 
+
+def check_group(group: int, n_features: int) -> None:
+    """Refuse a group that cannot be packed, or that leaves inputs over."""
+    if isinstance(group, bool) or not isinstance(group, int) or group < 2 or group % 2:
+        raise ValueError(f"group must be an even whole number from 2, got {group=}")
+    if n_features % group:
+        found = f"got {group=}, {n_features=}"
+        raise ValueError(f"group must divide the input features, {found}")
+
 # %% ../chapters/11_quantization.ipynb #round_rows
 def round_rows(weight: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
     """Give each weight the nearest multiple of its row's scale.
@@ -91,6 +100,18 @@ def is_one_row(x: Tensor) -> bool:
     return x.numel() == x.size(-1) and x.device.type == "cpu"
 
 
+def slabs_in_cache(n_rows: int, n_columns: int) -> list[slice]:
+    """The rows of a matrix, cut so that a restored slab fits into the cache."""
+    step = max(1, IN_CACHE // n_columns)
+    return [slice(i, i + step) for i in range(0, max(1, n_rows), step)]
+
+
+def slab_by_slab(layer: nn.Module, x: Tensor) -> Tensor:
+    """The product of x (..., C) with a layer's weights, restored a slab at a time."""
+    slabs = slabs_in_cache(layer.out_features, layer.in_features)
+    return torch.cat([F.linear(x, layer.restore(s).to(x.dtype)) for s in slabs], -1)
+
+# %% ../chapters/11_quantization.ipynb #multiply_rows
 def stored(x: Tensor) -> Tensor:
     """x itself, which a compiler writes down before it goes on.
 
@@ -108,18 +129,6 @@ def multiply_rows(rows: Tensor, x: Tensor) -> Tensor:
     n = 4 if len(x) % 4 == 0 else 1
     parts = zip(rows.unflatten(1, (n, -1)).unbind(1), x.view(n, -1), strict=True)
     return sum(part.to(x.dtype) * some for part, some in parts).sum(-1)
-
-
-def slabs_in_cache(n_rows: int, n_columns: int) -> list[slice]:
-    """The rows of a matrix, cut so that a restored slab fits into the cache."""
-    step = max(1, IN_CACHE // n_columns)
-    return [slice(i, i + step) for i in range(0, max(1, n_rows), step)]
-
-
-def slab_by_slab(layer: nn.Module, x: Tensor) -> Tensor:
-    """The product of x (..., C) with a layer's weights, restored a slab at a time."""
-    slabs = slabs_in_cache(layer.out_features, layer.in_features)
-    return torch.cat([F.linear(x, layer.restore(s).to(x.dtype)) for s in slabs], -1)
 
 # %% ../chapters/11_quantization.ipynb #QuantizedLinear
 class QuantizedLinear(nn.Module):
@@ -228,15 +237,6 @@ class Int8Linear(QuantizedLinear):
         return multiply_rows(self.codes, x) * self.scale.flatten()
 
 # %% ../chapters/11_quantization.ipynb #check_group
-def check_group(group: int, n_features: int) -> None:
-    """Refuse a group that cannot be packed, or that leaves inputs over."""
-    if isinstance(group, bool) or not isinstance(group, int) or group < 2 or group % 2:
-        raise ValueError(f"group must be an even whole number from 2, got {group=}")
-    if n_features % group:
-        found = f"got {group=}, {n_features=}"
-        raise ValueError(f"group must divide the input features, {found}")
-
-
 def pack_nibbles(codes: Tensor) -> Tensor:
     """(..., G) codes from −8 to 7 as (..., G / 2) bytes; the first half lies low."""
     low, high = (codes + 8).to(torch.uint8).chunk(2, dim=-1)
@@ -279,8 +279,7 @@ class Int4Linear(QuantizedLinear):
 
     def multiply(self, x: Tensor) -> Tensor:
         """The product with one row x (C,), (R,): no floating-point matrix is made."""
-        _, n_groups, half = self.packed.shape
-        low, high = x.view(n_groups, 2, half).unbind(1)
+        low, high = x.view(self.packed.size(1), 2, -1).unbind(1)
         packed = self.packed.int()  # a register for each code
         codes = ((packed & 15) - 8).to(x.dtype), ((packed >> 4) - 8).to(x.dtype)
         products = codes[0] * low + codes[1] * high
