@@ -268,7 +268,8 @@ def fork(name, later=()):
         return os.waitpid(child, 0)[1] != 0
     try:
         importlib.import_module("transformer." + name)
-        failed = any([fork(other) for other in later])
+        new = [other for other in later if "transformer." + other not in sys.modules]
+        failed = any([fork(other) for other in new])
     except BaseException as error:
         failed = not print(name, repr(error), flush=True)
     os._exit(failed)

@@ -349,13 +349,15 @@ def test_gradients_flow_to_inputs_and_biases(conform):
 
 
 @pytest.mark.parametrize("kind", range(4))
-@pytest.mark.parametrize("shape", [(1, 1, 64), (2, 3, 64)])
-def test_compiled_layers_give_the_same(shape, kind, conform):
+@pytest.mark.parametrize(
+    "shape, backend", [((1, 1, 64), "inductor"), ((2, 3, 64), "aot_eager")]
+)
+def test_compiled_layers_give_the_same(shape, backend, kind, conform):
     torch.compiler.reset()
     layer = layers()[1][kind]
     x = torch.randn(shape)
     with torch.no_grad():
-        got = torch.compile(layer, fullgraph=True)(x)
+        got = torch.compile(layer, fullgraph=True, backend=backend)(x)
         want = F.linear(x.double(), layer.weight.double(), layer.bias.double())
     how = {"reference": "float64 product with the weights", "atol": 1e-5}
     conform(type(layer).__name__, "compile", got, want, **how)
