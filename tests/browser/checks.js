@@ -57,6 +57,9 @@ window.checks = {
     return light(style.color) - light(style.backgroundColor);
   },
 
+  texts: () => ({unsetMath: checks.unsetMath(), rawMath: checks.rawMath(),
+                 silentPictures: checks.silentPictures()}),
+
   // An empty alternative is right only where words stand beside the picture in its link.
   silentPictures: () => [...document.querySelectorAll("img, svg, [role=img]")].filter(e => {
     if (e.closest("[aria-hidden=true], mjx-container, svg svg, [role=img] svg"))
@@ -78,6 +81,8 @@ window.checks = {
   // Most nodes of a chapter are tokens of code and parts of formulas: axe-core sees each
   // kind of token once, which holds its colours, and formulas as text.
   cut: () => {
+    document.activeElement.blur();
+    scrollTo(0, 0);
     const seen = new Set(), cut = [];
     for (const e of document.querySelectorAll(".highlight pre, mjx-container")) {
       const whole = document.createDocumentFragment();

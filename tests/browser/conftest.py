@@ -32,6 +32,12 @@ CHECKS = ROOT / "tests" / "browser" / "checks.js"
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 420, "height": 900}
 # Console errors that are known and harmless: why, then the pattern. None at present.
 ALLOWED: dict[str, str] = {}
+# A page that shows text at once: how late it is says how busy this machine is.
+SENTENCE = "data:text/html,<p>One sentence alone."
+AT_ONE_SIGHT = 100  # milliseconds until it is seen on an idle machine
+FORGET = """
+if (location.protocol == "http:") { localStorage.clear(); sessionStorage.clear(); }
+"""
 AT_ONCE = "*, *::before, *::after { transition: none !important; animation: none; }"
 
 sys.path.insert(0, str(ROOT / "site"))
@@ -58,6 +64,11 @@ def on(wanted: Callable[[str], bool]) -> Callable:
         return test
 
     return mark
+
+
+def is_chapter(path: str) -> bool:
+    """Whether a page is made from a notebook."""
+    return path.startswith("chapters/")
 
 
 def pytest_generate_tests(metafunc) -> None:
@@ -163,14 +174,15 @@ class Watched:
         self.scripts = how.get("java_script_enabled", True)
         self.context = browser.new_context(viewport=DESK, **how)
         self.context.add_init_script(path=CHECKS)
+        self.context.set_default_timeout(90_000)  # of one that shares its cores
         self.page = self.context.new_page()
         self.page.on("console", self.on_console)
         self.page.on("pageerror", lambda error: self.note(f"script: {error}"))
         self.page.on("response", self.on_response)
         self.page.on("request", self.on_request)
-        wire = self.context.new_cdp_session(self.page)
-        wire.send("Network.enable")
-        wire.on("Network.loadingFinished", self.on_finished)
+        self.wire = self.context.new_cdp_session(self.page)
+        self.wire.send("Network.enable")
+        self.wire.on("Network.loadingFinished", self.on_finished)
 
     def note(self, what: str) -> None:
         """Keep what went wrong, unless it is allowed."""
@@ -206,6 +218,18 @@ class Watched:
             )
         return self.page
 
+    def leave(self) -> float:
+        """Go where nothing of the last page is left; how many times too slow that is.
+
+        The next page finds an empty cache and a window that is wide and light.
+        """
+        self.page.goto(SENTENCE)
+        self.page.emulate_media(color_scheme="light", media="screen")
+        self.page.set_viewport_size(DESK)
+        self.wire.send("Network.clearBrowserCache")
+        self.wrong, self.n_bytes, self.size = [], 0, DESK
+        return max(1, self.page.evaluate("checks.firstText()") / AT_ONE_SIGHT)
+
     def show(self, size: dict, scheme: str = "light", media: str = "screen") -> None:
         """Change the window, the theme and the medium."""
         if size != self.size:
@@ -224,15 +248,22 @@ def watched(browser, address):
 
 
 @pytest.fixture(scope="session")
-def opened(browser, address, page_path, tmp_path_factory, request):
+def window(browser, address):
+    """A window for one page after the other: a new one costs as much as a page."""
+    window = Watched(browser, address)
+    window.context.add_init_script(FORGET)
+    yield window
+    window.context.close()
+
+
+@pytest.fixture(scope="session")
+def opened(window, page_path, tmp_path_factory, request):
     """A page of the book, loaded once for all its tests, in whatever process."""
     own = tmp_path_factory.getbasetemp()
     shared = own.parent if hasattr(request.config, "workerinput") else own
     (shared / page_path.replace("/", " ")).touch(exist_ok=False)
-    page = Watched(browser, address)
-    page.open(page_path)
-    page.page.add_style_tag(content=AT_ONCE)
-    yield page
-    late = page.wrong
-    page.context.close()
-    assert late == [], page_path
+    window.busy = window.leave()
+    window.open(page_path)
+    window.page.add_style_tag(content=AT_ONCE)
+    yield window
+    assert window.wrong == [], page_path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from conftest import AT_ONCE
+from conftest import AT_ONCE, is_chapter, on
 from test_html import soup  # parsed once for both
 
 TERMS = ".bd-article a.glossary-term"
@@ -33,13 +33,6 @@ links => {
 """
 
 
-def chapters(book) -> list:
-    """The built chapters."""
-    found = sorted(book.glob("chapters/*.html"))
-    assert found
-    return found
-
-
 def terms(page) -> list:
     """The words of a page that lead to the glossary."""
     return page.find("article").find_all("a", class_="glossary-term")
@@ -50,22 +43,23 @@ def is_plain(place) -> bool:
     return place.name in PLAIN or bool(PLAIN_CLASSES & set(place.get("class", [])))
 
 
-def test_page_links_a_term_once_and_not_every_word(book):
-    for path in chapters(book):
-        page = soup(path)
-        links = terms(page)
-        targets = [link["href"] for link in links]
-        assert len(targets) == len(set(targets)), path.name
-        assert all(re.search("[\u4e00-\u9fff]", link["title"]) for link in links)
-        paragraphs = page.find("article").find_all("p")
-        words = sum(len(p.get_text().split()) for p in paragraphs)
-        assert len(links) <= 5 + words / 40, f"{path.name}: {len(links)} links"
+@on(is_chapter)
+def test_page_links_a_term_once_and_not_every_word(book, page_path):
+    page = soup(book / page_path)
+    links = terms(page)
+    targets = [link["href"] for link in links]
+    assert len(targets) == len(set(targets))
+    assert all(re.search("[\u4e00-\u9fff]", link["title"]) for link in links)
+    paragraphs = page.find("article").find_all("p")
+    words = sum(len(p.get_text().split()) for p in paragraphs)
+    assert len(links) <= 5 + words / 40
 
 
-def test_headings_figures_and_code_stay_plain(book):
-    for path in chapters(book):
-        wrong = [link for link in terms(soup(path)) if any(map(is_plain, link.parents))]
-        assert [link.get_text() for link in wrong] == [], path.name
+@on(is_chapter)
+def test_headings_figures_and_code_stay_plain(book, page_path):
+    links = terms(soup(book / page_path))
+    wrong = [link for link in links if any(map(is_plain, link.parents))]
+    assert [link.get_text() for link in wrong] == []
 
 
 def test_linked_words_are_legible_and_can_be_reached(browser, address):

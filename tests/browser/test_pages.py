@@ -1,7 +1,8 @@
 """The pages in a real browser, served from localhost, with no kernel behind them.
 
-Each page is loaded once, into an empty cache, and its tests share it. What depends on
-the width is seen at both widths, what depends on colours in both themes.
+Each page is loaded once, into an empty cache, and visited once, for all its tests: to
+change the window or the theme costs more than most checks. What depends on the width
+is seen at both widths, what depends on colours in both themes.
 """
 
 from __future__ import annotations
@@ -17,31 +18,13 @@ from playwright.sync_api import expect
 
 AXE = ROOT / "site" / "vendor" / "tests" / "axe.min.js"
 COLOURS, SIZES = ["color-contrast", "link-in-text-block"], ["target-size"]
-AROUND = [(DESK, "light"), (DESK, "dark"), (PHONE, "dark"), (PHONE, "light")]
+FOCUS = "checks.focused()"
+LAYOUT = "[checks.tooWide(), checks.contrast()]"
 SHEET = {"width": 718, "height": 1047}  # A4 without margins of 1 cm
 HEAVIEST = 1.5e6  # bytes of a page with all that it loads
 SLOWEST = 1000  # milliseconds until text is seen
-SENTENCE = 100  # milliseconds in which one sentence alone is seen, on an idle machine
 # What axe-core finds and we cannot mend: a rule and a selector, with the reason.
 AXE_ALLOWED: dict[tuple[str, str], str] = {}
-
-
-def test_nothing_goes_wrong_on_a_page(opened):
-    for size, scheme in AROUND:
-        opened.show(size, scheme)
-        wide, contrast = opened.page.evaluate("[checks.tooWide(), checks.contrast()]")
-        assert wide is None, f"{size['width']} px, {scheme}"
-        assert (contrast if scheme == "dark" else -contrast) > 0.6, scheme
-    assert opened.wrong == []
-
-
-def test_math_is_typeset(opened):
-    assert opened.page.evaluate("checks.unsetMath()") == [[], 0]
-    assert opened.page.evaluate("checks.rawMath()") == []
-
-
-def test_pictures_have_words(opened):
-    assert opened.page.evaluate("checks.silentPictures()") == []
 
 
 def axe(page, known: set[str] | None = None, **options) -> list[list[str]]:
@@ -63,23 +46,41 @@ DARK_WORDS: set[str] = set()  # the kinds that were found good in this process
 PHONE_WORDS: set[str] = set()
 
 
-def test_axe_finds_nothing_grave(opened):
-    """All rules at 1280 pixels in light.
+def slide(page) -> list[str]:
+    """What does not change when a slider is moved, and not back when it is moved back.
 
-    Dark changes only colours, and 420 pixels only what is seen, its colours and sizes.
-    There the colours of each kind of words are looked at once, on whatever page: those
-    of a kind have the same colour, size and weight, and lie on the same grounds.
+    The alternative text, the picture and the slider's value.
     """
-    opened.show(DESK)
-    opened.page.evaluate(AXE.read_text(encoding="utf-8"))
-    opened.page.evaluate("checks.cut()")
-    assert axe(opened.page) == []
-    opened.show(DESK, "dark")
-    assert axe(opened.page, DARK_WORDS, runOnly=COLOURS) == [], "dark"
-    opened.show(PHONE)
-    assert axe(opened.page, PHONE_WORDS, runOnly=COLOURS) == [], "420 pixels"
-    assert axe(opened.page, runOnly=SIZES) == [], "420 pixels"
-    opened.page.evaluate("uncut()")
+    faults = []
+    for figure in page.locator(".explore").element_handles():
+        sliders = page.evaluate("e => e.querySelectorAll('input').length", figure)
+        found = figure.query_selector_all("role=slider")
+        if not found or len(found) != sliders:
+            faults.append(f"{len(found)} sliders, {sliders} inputs")
+        for slider in found:
+            before = figure.evaluate("e => checks.seen(e)")
+            slider.press("ArrowRight")
+            after = figure.evaluate("e => checks.seen(e)")
+            same = [before[0] and after[0] != before[0], after[1] != before[1]]
+            same.append(after[2:] != before[2:])
+            names = ("alternative text", "picture", "value")
+            faults += [n for n, good in zip(names, same, strict=True) if not good]
+            slider.press("ArrowLeft")
+            if figure.evaluate("e => checks.seen(e)") != before:
+                faults.append("back again")
+    return faults
+
+
+def walk(page) -> list[str]:
+    """The controls that the Tab key does not reach, once around, from anywhere."""
+    waiting = page.evaluate("checks.listen()")
+    missed = ["no control"] * (not waiting)
+    for _ in range(6 + waiting // 4):
+        for _ in range(20):
+            page.keyboard.press("Tab")
+        if not (missed := page.evaluate("missed()")):
+            break
+    return missed
 
 
 ONE_OF_EACH_KIND = {
@@ -91,46 +92,113 @@ ONE_OF_EACH_KIND = {
 }
 
 
-def test_every_control_takes_the_focus(opened):
+def has_figure(path: str) -> bool:
+    """Whether a page shows a figure with sliders."""
+    return 'class="explore"' in (HTML / path).read_text(encoding="utf-8")
+
+
+def handle(page, path: str) -> dict:
+    """What a reader's hands find at one width."""
+    found = {"layout": page.evaluate(LAYOUT), "focus": page.evaluate(FOCUS)}
+    found["tab"] = walk(page) if path in ONE_OF_EACH_KIND else None
+    found["sliders"] = slide(page) if has_figure(path) else None
+    return found
+
+
+@pytest.fixture(scope="session")
+def seen(opened, page_path) -> dict[str, dict]:
+    """What all checks find on a page: wide in light and dark, narrow in dark and light,
+    printed from light and dark."""
+    page = opened.page
+    wide = handle(page, page_path) | page.evaluate("checks.texts()")
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    page.evaluate("checks.cut()")
+    wide["axe"] = axe(page)
+    opened.show(DESK, "dark")
+    dark = {"axe": axe(page, DARK_WORDS, runOnly=COLOURS)}
+    page.evaluate("uncut()")
+    dark["layout"] = page.evaluate(LAYOUT)
+    opened.show(PHONE, "dark")
+    small_dark = {"layout": page.evaluate(LAYOUT)}
+    opened.show(PHONE)
+    small = handle(page, page_path)
+    page.evaluate("checks.cut()")
+    small["axe"] = axe(page, PHONE_WORDS, runOnly=COLOURS) + axe(page, runOnly=SIZES)
+    page.evaluate("uncut()")
+    found = {"1280, light": wide, "1280, dark": dark, "420, dark": small_dark}
+    found["420, light"] = small
+    for scheme in ("light", "dark"):
+        opened.show(SHEET, scheme, media="print")
+        found[f"print, {scheme}"] = {"print": page.evaluate("checks.printed()")}
+    return found
+
+
+def found(seen: dict[str, dict], check: str) -> dict:
+    """What a check has found, by where it looked."""
+    return {where: one[check] for where, one in seen.items() if check in one}
+
+
+def test_nothing_goes_wrong_on_a_page(opened, seen):
+    layouts = found(seen, "layout")
+    assert len(layouts) == 4
+    for where, (wide, contrast) in layouts.items():
+        assert wide is None, where
+        assert (contrast if "dark" in where else -contrast) > 0.6, where
+    assert opened.wrong == []
+
+
+def test_math_is_typeset(seen):
+    assert found(seen, "unsetMath") == {"1280, light": [[], 0]}
+    assert found(seen, "rawMath") == {"1280, light": []}
+
+
+def test_pictures_have_words(seen):
+    assert found(seen, "silentPictures") == {"1280, light": []}
+
+
+def test_axe_finds_nothing_grave(seen):
+    """All rules at 1280 pixels in light.
+
+    Dark changes only colours, and 420 pixels only what is seen, its colours and sizes.
+    There the colours of each kind of words are looked at once, on whatever page: those
+    of a kind have the same colour, size and weight, and lie on the same grounds.
+    """
+    places = ("1280, light", "1280, dark", "420, light")
+    assert found(seen, "axe") == {where: [] for where in places}
+
+
+def test_every_control_takes_the_focus(seen):
     """At 420 pixels those that are seen only there."""
-    for size in (DESK, PHONE):
-        opened.show(size)
-        n, faults = opened.page.evaluate("checks.focused()")
-        assert n and faults == [], f"{size['width']} pixels"
+    for where, (n, faults) in found(seen, "focus").items():
+        assert n and faults == [], where
 
 
 @on(ONE_OF_EACH_KIND.__contains__)
-def test_tab_key_reaches_every_control(opened):
+def test_tab_key_reaches_every_control(seen):
     """Once around, from anywhere; what scrolls gets the focus too."""
-    for size in (DESK, PHONE):
-        opened.show(size)
-        waiting = opened.page.evaluate("checks.listen()")
-        for _ in range(6 + waiting // 4):
-            for _ in range(20):
-                opened.page.keyboard.press("Tab")
-            if not (missed := opened.page.evaluate("missed()")):
-                break
-        assert waiting and missed == [], f"{size['width']} pixels"
+    assert found(seen, "tab") == {"1280, light": [], "420, light": []}
 
 
-def test_page_can_be_printed(opened):
+def test_page_can_be_printed(seen):
     """On A4, from a dark page as from a light one."""
-    for scheme in ("light", "dark"):
-        opened.show(SHEET, scheme, media="print")
-        ground, faults = opened.page.evaluate("checks.printed()")
+    sheets = found(seen, "print")
+    assert len(sheets) == 2
+    for scheme, (ground, faults) in sheets.items():
         assert faults == [], scheme
         assert ground in {"rgb(255, 255, 255)", "rgba(0, 0, 0, 0)"}, scheme
 
 
-def wait_for_text(browser, address: str, path: str) -> float:
-    """Milliseconds until a page shows text, on a machine with nothing else to do.
+@on(has_figure)
+def test_every_slider_moves_its_figure(opened, seen):
+    assert found(seen, "sliders") == {"1280, light": [], "420, light": []}
+    assert opened.wrong == []
 
-    One sentence alone, shown just before, says how busy this one is.
-    """
+
+def wait_for_text(browser, address: str, path: str) -> float:
+    """Milliseconds until a page shows text, on a machine with nothing else to do."""
     fresh = Watched(browser, address)
-    fresh.page.goto("data:text/html,<p>One sentence alone.")
-    busy = max(1, fresh.page.evaluate("checks.firstText()") / SENTENCE)
-    fresh.page.goto(address + path)
+    busy = fresh.leave()
+    fresh.page.goto(address + path, wait_until="commit")
     late = fresh.page.evaluate("checks.firstText()") / busy
     fresh.context.close()
     return late
@@ -138,42 +206,19 @@ def wait_for_text(browser, address: str, path: str) -> float:
 
 def test_page_is_light_and_soon_shows_text(opened, browser, address, page_path):
     assert opened.n_bytes <= HEAVIEST
-    first = opened.page.evaluate("checks.firstText()")
+    first = opened.page.evaluate("checks.firstText()") / opened.busy
     for _ in range(4):  # the best of five: a slow page is always late
         if first > SLOWEST:
             first = min(first, wait_for_text(browser, address, page_path))
     assert first <= SLOWEST
 
 
-def has_figure(path: str) -> bool:
-    """Whether a page shows a figure with sliders."""
-    return 'class="explore"' in (HTML / path).read_text(encoding="utf-8")
-
-
-@on(has_figure)
-def test_every_slider_moves_its_figure(opened):
-    for size in (DESK, PHONE):
-        opened.show(size)
-        for figure in opened.page.locator(".explore").all():
-            sliders = figure.get_by_role("slider").all()
-            assert sliders and len(sliders) == figure.locator("input").count()
-            for slider in sliders:
-                before = figure.evaluate("e => checks.seen(e)")
-                slider.press("ArrowRight")
-                after = figure.evaluate("e => checks.seen(e)")
-                assert before[0] and after[0] != before[0], "alternative text"
-                assert after[1] != before[1], "picture"
-                assert after[2:] != before[2:], "value"
-                slider.press("ArrowLeft")
-                assert figure.evaluate("e => checks.seen(e)") == before, "back again"
-    assert opened.wrong == []
-
-
 def test_case_47_figure_shows_its_first_state_without_scripts(browser, address):
     quiet = Watched(browser, address, java_script_enabled=False)
     for path in filter(has_figure, pages()):
-        figure = quiet.open(path).locator(".explore").first
-        assert figure.locator("img").is_visible(), path
+        quiet.page.goto(address + path, wait_until="domcontentloaded")
+        figure = quiet.page.locator(".explore").first
+        expect(figure.locator("img")).to_be_visible()
         assert figure.locator("img").get_attribute("alt"), path
         assert not figure.locator("input").first.is_visible(), path
     quiet.context.close()
